@@ -1,0 +1,46 @@
+"""Octavo's engine: load a model, run requests through a paged KV cache, get tokens back.
+
+    from enginecore import LLM, SamplingParams
+
+Names are imported when first used, so that a front-end process never loads torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from enginecore.config import EngineConfig
+    from enginecore.engine import AsyncEngine, LLMEngine
+    from enginecore.llm import LLM
+    from enginecore.outputs import CompletionOutput, RequestOutput
+    from enginecore.sampling.params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncEngine": "engine",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "LLM": "llm",
+    "LLMEngine": "engine",
+    "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling.params",
+    "SamplingParams": "sampling.params",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

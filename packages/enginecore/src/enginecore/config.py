@@ -1,0 +1,97 @@
+"""Engine options: one frozen record, validated once, built from keywords, flags, environment or a file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import msgspec
+
+from enginecore.errors import ConfigError
+from enginecore.model_files import DEMO
+
+
+def option(default: Any, text: str) -> Any:
+    """Declare an option with its default and the line that `--help` shows."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is started with. Defaults suit a laptop and a GPU alike.
+
+    Raises:
+        ConfigError: an option is out of range or contradicts another; the message names it.
+    """
+
+    model: str = option(DEMO, "folder, .gguf file, hub id, or demo")
+    tokenizer: str | None = option(None, "where the tokenizer lies; default: with the model")
+    revision: str | None = option(None, "branch, tag or commit of a hub model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "type of weights and activations"
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    seed: int = option(0, "seed of requests that name none")
+
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's")
+    max_num_seqs: int = option(256, "most requests running at once")
+    max_num_batched_tokens: int = option(2048, "most tokens a step runs")
+    long_prefill_token_threshold: int = option(
+        0, "most prompt tokens of one request a step runs; 0: no limit"
+    )
+    scheduling_policy: Literal["fcfs"] = option("fcfs", "who runs first")
+    preemption_mode: Literal["recompute"] = option("recompute", "what happens to a preempted request's cache")
+
+    block_size: int = option(16, "tokens in a KV cache block")
+    enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt prefixes")
+    kv_cache_dtype: Literal["auto"] = option("auto", "type of the KV cache; auto: as dtype")
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that the engine may use")
+    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; default: what fits")
+    num_blocks_override: int | None = option(None, "usable KV cache blocks; default: from the memory")
+
+    max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
+    chat_template: str | None = option(
+        None, "a Jinja template, or a file that holds one; default: the model's"
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not self.model:
+            raise ConfigError("model is empty: give a folder, a .gguf file, a hub id, or demo")
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+_AT_LEAST = {
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 0,
+    "num_blocks_override": 0,
+    "max_logprobs": -1,
+}
+
+
+def make_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration that `options` describe; text values are read as the option's type.
+
+    Raises:
+        ConfigError: an option is unknown, of the wrong type, or out of range.
+    """
+    known = {entry.name for entry in fields(EngineConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; known options: {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(dict(options), EngineConfig, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        message, _, where = str(error).partition(" - at `$.")
+        raise ConfigError(f"{where.rstrip('`')}: {message}" if where else message) from error

@@ -1,0 +1,25 @@
+"""Errors a caller may meet. Each message is one line that says what is wrong and what would be right."""
+
+
+class OctavoError(Exception):
+    """Base of the errors below."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """An option is unknown, out of range, or contradicts another."""
+
+
+class ModelError(OctavoError, ValueError):
+    """A checkpoint is missing, broken, or of a kind that is not supported."""
+
+
+class RequestError(OctavoError, ValueError):
+    """A request cannot be run as asked; `param` names the field at fault when one is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(OctavoError, RuntimeError):
+    """The engine has ended; no request can be run any more."""

