@@ -1,7 +1,7 @@
 """Keep the committed uv.lock free of index addresses.
 
     python tools/lock.py strip  < full.lock > committed.lock    git's clean filter
-    python tools/lock.py check                                  CI: the committed lock is host-free and current
+    python tools/lock.py check        CI: the committed lock is host-free and current
 
 A lock as uv writes it names the registry and the host of every file. The committed form names
 `https://index.invalid` instead and widens `requires-python` a little, so that uv on a fresh clone sees the

@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from enginecore.async_engine import AsyncEngine
     from enginecore.config import EngineConfig
-    from enginecore.engine import AsyncEngine, LLMEngine
+    from enginecore.engine import LLMEngine
     from enginecore.llm import LLM
     from enginecore.outputs import CompletionOutput, RequestOutput
     from enginecore.sampling.params import RequestOutputKind, SamplingParams
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncEngine": "engine",
+    "AsyncEngine": "async_engine",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "LLM": "llm",

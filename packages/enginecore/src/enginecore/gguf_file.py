@@ -4,14 +4,12 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from enginecore.errors import ModelError
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
+from enginecore.gguf_reader import StoredTensor, read_header
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -46,7 +44,7 @@ class Contents(NamedTuple):
     """An opened file: its metadata as Python values, and its tensors where they lie."""
 
     metadata: dict[str, Any]
-    tensors: "dict[str, ReaderTensor]"
+    tensors: dict[str, StoredTensor]
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return metadata `key`, written without the architecture's prefix where it has one."""
@@ -61,14 +59,7 @@ def read(path: Path) -> Contents:
     Raises:
         ModelError: it is not a GGUF file, or is cut short.
     """
-    from gguf import GGUFReader
-
-    try:
-        reader: GGUFReader = GGUFReader(path)
-        metadata = {name: entry.contents() for name, entry in reader.fields.items()}
-    except (ValueError, IndexError, OSError, KeyError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
-    return Contents(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    return Contents(*read_header(path))
 
 
 def hf_config(path: Path) -> dict[str, Any]:
@@ -124,6 +115,8 @@ def weights(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             continue
         shape = tuple(int(size) for size in reversed(tensor.shape))
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(shape)
+        # What needed no dequantising still lies in the read-only file.
+        values = np.require(values, requirements="W")
         yield _hf_name(name, path), _unpermute(file, name, values)
 
 

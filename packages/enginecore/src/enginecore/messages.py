@@ -41,11 +41,11 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True
     """Front-end to core: forget cached prefixes that no request uses."""
 
 
-class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Front-end to core: end now; unfinished requests are dropped."""
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """Front-end to core: here I am; answered with `Ready`."""
 
 
-FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | Shutdown
+FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | Hello
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -5,6 +5,7 @@ Needs no torch: the front-end reads configuration and tokenizer from here too.
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,17 +42,25 @@ def locate(model: str, revision: str | None = None) -> ModelFiles:
     Raises:
         ModelError: there is no such model, or it has no readable config.
     """
-    path = _demo_path() if model == DEMO else Path(model).expanduser()
+    path = find(model, revision)
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelError(f"{model} is a file; a model is a folder, a .gguf file or a hub id")
         return ModelFiles(model, path, gguf_file.hf_config(path), gguf_file.generation_config(path))
-    if not path.is_dir():
-        path = _download(model, revision)
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     if config is None:
         raise ModelError(f"{path} has no config.json: it is not a model folder")
-    return ModelFiles(model, path, config, _read_json(path / "generation_config.json") or {})
+    return ModelFiles(model, path, config, read_json(path / "generation_config.json") or {})
+
+
+def find(name: str, revision: str | None = None, patterns: Sequence[str] = _HUB_PATTERNS) -> Path:
+    """Return the folder or `.gguf` file that `name` stands for; of a hub repository, files like `patterns`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = _demo_path() if name == DEMO else Path(name).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelError(f"{name} is a file; a model is a folder, a .gguf file or a hub id")
+    return path if path.exists() else _download(name, revision, patterns)
 
 
 def _demo_path() -> Path:
@@ -63,7 +72,7 @@ def _demo_path() -> Path:
     return Path(spec.origin).parent / _DEMO_FILE
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     looks_like_hub_id = model.count("/") <= 1 and not model.startswith((".", "/", "~"))
     if not looks_like_hub_id:
         raise ModelError(f"there is no folder or .gguf file {model}")
@@ -71,7 +80,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
@@ -79,7 +88,12 @@ def _download(model: str, revision: str | None) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None when there is no such file.
+
+    Raises:
+        ModelError: the file holds something else.
+    """
     if not path.is_file():
         return None
     try:

@@ -25,7 +25,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     """None while running, then "stop", "length", "abort" or "error"."""
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; None for EOS or any other reason."""
+    """The stop token id or stop string that ended it; after an error its message; otherwise None."""
 
     @property
     def finished(self) -> bool:

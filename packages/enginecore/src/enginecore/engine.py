@@ -1,0 +1,73 @@
+"""An engine in the caller's own process, stepped by hand."""
+
+from enginecore.config import EngineConfig
+from enginecore.core import EngineCore
+from enginecore.executor.inproc import InprocExecutor
+from enginecore.frontend import Frontend
+from enginecore.messages import EngineStats
+from enginecore.model_files import locate
+from enginecore.outputs import RequestOutput
+from enginecore.sampling.params import SamplingParams
+from enginecore.text.loading import load_tokenizer
+from enginecore.text.prompts import PromptInput
+
+
+class LLMEngine:
+    """An engine in this process: add requests, call `step` until none is unfinished.
+
+    Raises:
+        OctavoError: the model cannot be loaded or the options contradict each other.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        files = locate(config.model, config.revision)
+        self.config = config
+        self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
+        self.core = EngineCore(config, InprocExecutor(config, files))
+        self.frontend.limits = self.core.ready
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it cannot be run as asked; nothing was queued.
+        """
+        prepared = self.frontend.prepare_prompt(prompt)
+        for message in self.frontend.add(
+            request_id, prepared, params, priority=priority, cache_salt=cache_salt
+        ):
+            self.core.add(0, message)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what changed for the requests in it."""
+        found: list[RequestOutput] = []
+        for outputs in self.core.step().values():
+            received = self.frontend.receive(outputs)
+            found += received.outputs
+            if received.abort:
+                self.core.abort(0, received.abort)
+        return found
+
+    def abort_request(self, request_id: str) -> None:
+        """Forget a request; one that has ended already is passed over."""
+        self.core.abort(0, self.frontend.abort(request_id))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether some request is still to finish."""
+        return self.frontend.unfinished > 0
+
+    def stats(self) -> EngineStats:
+        """Return the state after the last step."""
+        return self.core.stats()
+
+    def shutdown(self) -> None:
+        """Give the model's memory back."""
+        self.core.shutdown()

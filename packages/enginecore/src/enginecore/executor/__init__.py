@@ -1,0 +1,1 @@
+"""Where workers run, as the core sees it."""

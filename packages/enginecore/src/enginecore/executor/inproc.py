@@ -1,0 +1,34 @@
+"""One worker in the core's own process."""
+
+from collections import deque
+
+from enginecore.config import EngineConfig
+from enginecore.model_files import ModelFiles
+from enginecore.runner.runner import PendingOutput
+from enginecore.runner.step import StepInput, StepOutput
+from enginecore.worker import Worker
+
+
+class InprocExecutor:
+    """Runs steps on one device; on a GPU the next step is prepared while one runs."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self._worker = Worker(config, files)
+        self._pending: deque[PendingOutput] = deque()
+        self.num_blocks = self._worker.size.num_blocks
+        self.max_model_len = self._worker.size.max_model_len
+        self.vocab_size = self._worker.vocab_size
+        self.depth = 1 if self._worker.device.type == "cpu" else 2
+
+    def submit(self, step: StepInput) -> None:
+        """Run a step, or on a GPU start it."""
+        self._pending.append(self._worker.run(step))
+
+    def collect(self) -> StepOutput:
+        """Return the oldest step's results."""
+        return self._pending.popleft().result()
+
+    def shutdown(self) -> None:
+        """Drop the model and its cache."""
+        self._pending.clear()
+        del self._worker

@@ -1,0 +1,154 @@
+"""Bodies of /v1/completions and /v1/chat/completions: their fields and types.
+
+A null counts as absent and an unknown field is ignored.
+"""
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from enginecore.errors import RequestError
+
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Every integer of a body fits the messages that carry it on."""
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream holds beside its deltas."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The fields that both routes share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Integer | None = None
+    n: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    seed: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Integer] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Integer | None = None
+    prompt_logprobs: Integer | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Integer] | None = None
+    bad_words: list[str] | None = None
+    priority: Integer | None = None
+    cache_salt: str | None = None
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    logits_processors: Any = None
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+
+class CompletionBody(Body, kw_only=True):
+    """A body of /v1/completions."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Integer | None = None
+    add_special_tokens: bool | None = None
+    best_of: Integer | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
+
+    @property
+    def prompt_alone(self) -> bool:
+        """True when the answer is the prompt itself, with its logprobs and no new token."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class ChatBody(Body, kw_only=True):
+    """A body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    add_special_tokens: Any = None
+    echo: Any = None
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+
+
+def named_model(raw: bytes | msgspec.Raw) -> Any:
+    """Return the body's `model`, None when it has none.
+
+    Raises:
+        RequestError: `raw` is no JSON object.
+    """
+    return decode(raw, _Named).model
+
+
+def decode(raw: bytes | msgspec.Raw, kind: type[AnyBody]) -> AnyBody:
+    """Return `raw` as a struct of type `kind`.
+
+    Raises:
+        RequestError: `raw` is not valid JSON, or a field has the wrong type.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        where = path.rstrip("`") or _quoted_name(message)
+        field = re.split(r"[.\[]", where)[0] if where else None
+        raise RequestError(f"{where}: {message}" if path else message, field) from error
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+def _quoted_name(message: str) -> str:
+    found = re.fullmatch(r"Object missing required field `(\w+)`", message)
+    return found[1] if found else ""

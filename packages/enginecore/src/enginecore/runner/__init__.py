@@ -1,0 +1,1 @@
+"""Turn a step plan into model inputs, run the model, sample."""

@@ -1,0 +1,71 @@
+"""Model inputs of a step, built without a Python loop over rows or tokens."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedattn import AttentionBatch
+
+
+class ModelInputs(NamedTuple):
+    """A step as the model sees it: sequences that decode come first."""
+
+    order: np.ndarray
+    """int64[n]: the plan's rows in the order in which they lie in the batch."""
+    ids: Tensor
+    """int64[tokens]."""
+    positions: Tensor
+    """int64[tokens]."""
+    batch: AttentionBatch
+    last: Tensor
+    """int64[n]: where each sequence's last token lies."""
+    query_starts: np.ndarray
+    """int32[n + 1], on the host."""
+
+
+def build_inputs(
+    rows: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    *,
+    tokens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> ModelInputs:
+    """Return the inputs for running `counts` tokens of each of `rows` from position `starts` on.
+
+    `tokens` is int32 [max_rows, max_len] and `block_tables` int32 [max_rows, max_blocks], both on the
+    model's device. Host arrays go there in one copy, and nothing is read back.
+    """
+    order = np.argsort(counts > 1, kind="stable")
+    rows, starts, counts = rows[order], starts[order], counts[order]
+    query_starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    total = int(query_starts[-1])
+    lengths = starts + counts
+    token_rows = np.repeat(rows, counts)
+    positions = np.arange(total, dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+
+    device = tokens.device
+    host = np.concatenate([rows, lengths, query_starts, token_rows, positions]).astype(np.int32, copy=False)
+    packed = torch.from_numpy(host).to(device, non_blocking=True)
+    n = len(rows)
+    d_rows, d_lengths, d_starts, d_token_rows, d_positions = packed.split([n, n, n + 1, total, total])
+    flat_positions = d_positions.long()
+    ids = tokens[d_token_rows, flat_positions].long()
+    blocks = block_tables[d_token_rows, flat_positions // block_size].long()
+    slots = blocks * block_size + flat_positions % block_size
+    max_length = int(lengths.max())
+    used_blocks = -(-max_length // block_size)
+    batch = AttentionBatch(
+        query_starts=d_starts,
+        lengths=d_lengths,
+        block_table=block_tables[d_rows, :used_blocks],
+        slots=slots,
+        max_query=int(counts.max()),
+        max_length=max_length,
+        num_decodes=int((counts == 1).sum()),
+    )
+    return ModelInputs(order, ids, flat_positions, batch, d_starts[1:].long() - 1, query_starts)

@@ -1,0 +1,105 @@
+"""How many KV cache blocks fit."""
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from enginecore.config import EngineConfig
+from enginecore.errors import ConfigError
+from pagedattn import KVLayout
+
+_CPU_SHARE = 0.4
+_CPU_DEFAULT = 4 << 30
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The cache's blocks and the longest request that they can hold."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, available: int) -> CacheSize:
+    """Decide the number of blocks and the length limit, given `available` bytes for the cache.
+
+    A length that was asked for must fit; the model's own is lowered to what fits.
+
+    Raises:
+        ConfigError: nothing fits, or not what was asked for; the message holds the numbers.
+    """
+    asked = config.max_model_len
+    if asked is not None and asked > model_limit:
+        raise ConfigError(f"max_model_len={asked} is more than the {model_limit} positions the model has")
+    blocks = config.num_blocks_override
+    if blocks is None:
+        most_used = config.max_num_seqs * -(-(asked or model_limit) // layout.block_size)
+        blocks = min(available // layout.bytes_per_block, most_used)
+    elif blocks * layout.bytes_per_block > available:
+        raise ConfigError(
+            f"num_blocks_override={blocks} needs {_gib(blocks * layout.bytes_per_block)} of memory, "
+            f"and {_gib(available)} is available"
+        )
+    # The last token of a request is never read back, so it needs no slot.
+    capacity = blocks * layout.block_size + 1
+    if blocks < 1:
+        raise ConfigError(
+            f"the KV cache has no block: one of {layout.block_size} tokens needs {layout.bytes_per_block} "
+            f"bytes, and {available} are available; raise kv_cache_memory_bytes or num_blocks_override"
+        )
+    if asked is not None and asked > capacity:
+        needed = -(-(asked - 1) // layout.block_size)
+        raise ConfigError(
+            f"max_model_len={asked} needs {needed} KV cache blocks "
+            f"({_gib(needed * layout.bytes_per_block)}), but there are {blocks} "
+            f"({_gib(blocks * layout.bytes_per_block)}): the longest that fits is {capacity}"
+        )
+    return CacheSize(blocks, asked or min(model_limit, capacity))
+
+
+def cpu_bytes(config: EngineConfig) -> int:
+    """Return how many bytes the cache may take of the machine's memory.
+
+    Raises:
+        ConfigError: more was asked for than is free.
+    """
+    free = _free_memory()
+    asked = config.kv_cache_memory_bytes
+    if asked is not None:
+        if asked > free:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={asked} ({_gib(asked)}) is more than what is free, {_gib(free)}"
+            )
+        return asked
+    if config.num_blocks_override is not None:
+        return free
+    return min(_CPU_DEFAULT, int(free * _CPU_SHARE))
+
+
+def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:
+    """Return how many bytes the cache may take, when the model and a full step need `peak` of them."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return max(0, int(total * config.gpu_memory_utilization) - others - peak)
+
+
+def _free_memory() -> int:
+    free = psutil.virtual_memory().available
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if os.path.exists(limit_file) and os.path.exists(used_file):  # noqa: PTH110
+            with open(limit_file) as limit, open(used_file) as used:  # noqa: PTH123
+                ceiling = limit.read().strip()
+                if ceiling != "max":
+                    free = min(free, max(0, int(ceiling) - int(used.read())))
+    return free
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,130 @@
+"""One device: load the model, size its cache, run steps."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from collectives import LocalCommunicator
+from enginecore.config import EngineConfig
+from enginecore.errors import ConfigError
+from enginecore.model_files import ModelFiles
+from enginecore.models.decoder import Decoder
+from enginecore.models.families import decoder_spec
+from enginecore.models.loading import load_decoder, storage_dtype
+from enginecore.runner.memory import CacheSize, cache_size, cpu_bytes, cuda_bytes
+from enginecore.runner.runner import PendingOutput, Runner
+from enginecore.runner.step import StepInput
+from pagedattn import AttentionBatch, KVLayout, allocate
+
+
+class Worker:
+    """A model on one device, ready to run steps.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded.
+        ConfigError: the device is not there, or the cache does not fit.
+    """
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self.device = pick_device(config.device)
+        spec = decoder_spec(files.config)
+        self.dtype = pick_dtype(config.dtype, files, self.device)
+        limit = config.max_model_len or spec.max_position
+        self.vocab_size = spec.vocab_size
+        self._model = load_decoder(
+            files,
+            LocalCommunicator(),
+            dtype=self.dtype,
+            device=self.device,
+            max_positions=min(limit, spec.max_position),
+        )
+        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
+        self.size: CacheSize = cache_size(config, layout, spec.max_position, self._available(config, layout))
+        self._runner = Runner(
+            self._model,
+            allocate(layout, self.size.num_blocks, self.device),
+            max_rows=config.max_num_seqs,
+            max_len=self.size.max_model_len + 1,
+        )
+
+    def run(self, step: StepInput) -> PendingOutput:
+        """Start a step; see `Runner.run`."""
+        return self._runner.run(step)
+
+    def _available(self, config: EngineConfig, layout: KVLayout) -> int:
+        if self.device.type == "cpu":
+            return cpu_bytes(config)
+        return cuda_bytes(config, self.device, _peak_bytes(self._model, config, layout, self.device))
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that `name` (auto, cpu, cuda, cuda:N) stands for.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={name}: this machine has {count} CUDA devices")
+    return device
+
+
+def pick_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dtype:
+    """Return the type to compute in: the one named, or for "auto" the checkpoint's where it is fast.
+
+    On a CPU, half-precision checkpoints run in bfloat16 where the hardware multiplies it and in float32 where
+    it does not, and quantised ones in float32: what quantising left of their accuracy is not rounded again.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    stored = None if files.is_gguf else storage_dtype(files)
+    if stored == torch.float32 or (stored is None and (device.type == "cpu" or not files.is_gguf)):
+        return torch.float32
+    if device.type == "cpu":
+        return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+    if stored == torch.float16 or not torch.cuda.is_bf16_supported():
+        return torch.float16
+    return torch.bfloat16
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    if platform.machine() in ("arm64", "aarch64"):
+        return "bf16" in _cpu_flags()
+    return bool({"avx512_bf16", "amx_bf16"} & _cpu_flags())
+
+
+def _cpu_flags() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return set()
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+@torch.inference_mode()
+def _peak_bytes(model: Decoder, config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+    """Run one full step on a single spare block and return the most memory that was in use."""
+    count = config.max_num_batched_tokens
+    cache = allocate(layout, 1, device)
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    batch = AttentionBatch(
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+        lengths=torch.ones(count, dtype=torch.int32, device=device),
+        block_table=torch.zeros(count, 1, dtype=torch.int32, device=device),
+        slots=torch.full((count,), -1, dtype=torch.int64, device=device),
+        max_query=1,
+        max_length=1,
+        num_decodes=count,
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = model(zeros, zeros, cache, batch)
+    model.logits(hidden[: min(count, config.max_num_seqs)]).float().log_softmax(-1)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)

@@ -1,0 +1,110 @@
+"""Tiny checkpoints whose answers are known, and the plain way to ask transformers for its own.
+
+`tok` is a byte tokenizer: id = byte value. `m_pos` says a script by position whatever the prompt; `m_rand`
+is a random model whose best logits lie far apart, so that rounding never changes a greedy token.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+BOS, EOS, EOT, PAD, VOCAB = 256, 257, 258, 259, 320
+
+
+def tok(path: Path, **special: Any) -> None:
+    """Write a byte-level tokenizer without merges to `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in keep]
+    characters = {b: chr(b) for b in keep} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<eot>", "<pad>"])
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", **special}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+
+
+def save_random(config: PretrainedConfig, path: Path, *, seed: int = 0) -> Path:
+    """Write a random float32 model of `config`, norms and biases random too, so that none can be left out."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+    return path
+
+
+def llama_config(**changes: Any) -> PretrainedConfig:
+    """M-rand's configuration: 2 layers, 4 heads over 2 KV heads, logits far apart."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**(_SIZES | changes))
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.5,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+
+def random_sizes(**changes: Any) -> dict[str, Any]:
+    """Sizes like M-rand's, for the configuration of another family."""
+    return _SIZES | changes
+
+
+class Oracle:
+    """transformers' answers, in float32."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return logits [len(ids), vocab]."""
+        return self.model(torch.tensor([list(ids)])).logits[0]
+
+    @torch.inference_mode()
+    def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """Return `count` greedy tokens and, for each, how far its logit lay above the second best."""
+        prompt = torch.tensor([list(ids)])
+        answer = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+            repetition_penalty=1.0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.cat(answer.logits).topk(2, dim=-1).values
+        return answer.sequences[0, len(ids) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
+
+
+def same_tokens(ours: Sequence[int], oracle: Sequence[int], gaps: Sequence[float], tie: float = 1e-3) -> bool:
+    """Whether two greedy answers agree up to the first place where the oracle itself was undecided."""
+    for mine, theirs, gap in zip(ours, oracle, gaps, strict=True):
+        if mine != theirs:
+            return gap < tie
+    return True

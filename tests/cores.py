@@ -1,0 +1,94 @@
+"""Run an engine core on token ids, without text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from enginecore.config import make_config
+from enginecore.core import EngineCore
+from enginecore.executor.inproc import InprocExecutor
+from enginecore.messages import AddRequest, EngineStats, tokens_to_bytes
+from enginecore.model_files import locate
+from enginecore.sampling.params import SamplingParams
+
+
+def start_core(model: Path | str, **options: Any) -> EngineCore:
+    """Load `model` in float32 on the CPU."""
+    config = make_config({"model": str(model), "dtype": "float32", "device": "cpu", **options})
+    return EngineCore(config, InprocExecutor(config, locate(config.model)))
+
+
+@dataclass
+class Answer:
+    """What one request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: int = 0
+    cached: int = 0
+    logprobs: list[tuple[list[int], list[float], int]] = field(default_factory=list)
+    """Per token: candidate ids with the chosen one first, their log probabilities, the chosen one's rank."""
+    prompt_logprobs: list[tuple[list[int], list[float], int]] = field(default_factory=list)
+
+
+@dataclass
+class Ask:
+    """A request by token ids."""
+
+    prompt: Sequence[int]
+    max_tokens: int = 16
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
+    stop_ids: Sequence[int] = ()
+    seed: int = 0
+
+
+def run(core: EngineCore, asks: Sequence[Ask]) -> list[Answer]:
+    """Run all requests together and return their answers in order; nothing is left behind."""
+    for number, ask in enumerate(asks):
+        core.add(0, message(number, ask))
+    answers = collect(core, len(asks))
+    core.check()
+    assert core.stats().kv_cache_usage == 0
+    return answers
+
+
+def message(number: int, ask: Ask) -> AddRequest:
+    """Return the request as the core takes it."""
+    return AddRequest(
+        number=number,
+        prompt=tokens_to_bytes(list(ask.prompt)),
+        params=ask.params,
+        stop_ids=list(ask.stop_ids),
+        max_tokens=ask.max_tokens,
+        seed=ask.seed,
+    )
+
+
+def collect(core: EngineCore, count: int) -> list[Answer]:
+    """Step until there is no work, and return the answers of requests 0 to count - 1."""
+    answers = [Answer() for _ in range(count)]
+    while core.has_work:
+        for outputs in core.step().values():
+            assert not outputs.errors, outputs.errors
+            for number, token, finished in zip(
+                *(column.tolist() for column in outputs.columns()), strict=True
+            ):
+                assert answers[number].finish == 0, "a token after the end"
+                answers[number].tokens.append(token)
+                answers[number].finish = finished
+            for number, (cached, _) in outputs.scheduled.items():
+                answers[number].cached = cached
+            for entries, name in (
+                (outputs.logprobs, "logprobs"),
+                (outputs.prompt_logprobs, "prompt_logprobs"),
+            ):
+                for entry in entries:
+                    ids, values, ranks = entry.rows()
+                    found = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
+                    getattr(answers[entry.number], name).extend(found)
+    return answers
+
+
+def stats(core: EngineCore) -> EngineStats:
+    """Return the core's counters."""
+    return core.stats()

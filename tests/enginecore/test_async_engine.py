@@ -1,0 +1,171 @@
+"""`AsyncEngine`: a core in a process of its own, and what happens when either side ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from checkpoints import Oracle, llama_config, save_random, tok
+from enginecore import AsyncEngine, SamplingParams
+from enginecore.config import make_config
+from enginecore.errors import EngineDeadError, ModelError, RequestError
+
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
+    tok(path)
+    return path
+
+
+def with_engine(model, scenario, **options):
+    config = make_config({"model": str(model), "dtype": "float32", "device": "cpu", **options})
+
+    async def main():
+        engine = AsyncEngine(config)
+        try:
+            await engine.ready()
+            return await asyncio.wait_for(scenario(engine), 120)
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(main())
+
+
+async def idle(engine):
+    """Wait until the core reports that it runs nothing."""
+    async with asyncio.timeout(30):
+        while (engine.stats.running, engine.stats.waiting, engine.stats.kv_cache_usage) != (0, 0, 0):
+            await asyncio.sleep(0.01)
+    return engine.num_unfinished == 0
+
+
+async def last(stream):
+    return [output async for output in stream][-1]
+
+
+def test_many_at_once(model):
+    prompts = [bytes([97 + i % 26] * (1 + i % 9)).decode() for i in range(30)]
+    oracle = Oracle(model)
+
+    async def scenario(engine):
+        outputs = await asyncio.gather(
+            *(last(engine.generate(prompt, SHORT, f"r{i}")) for i, prompt in enumerate(prompts))
+        )
+        assert await idle(engine)
+        return outputs, engine.metrics.text().decode()
+
+    outputs, metrics = with_engine(model, scenario)
+    for prompt, output in list(zip(prompts, outputs, strict=True))[:5]:
+        assert output.outputs[0].token_ids == oracle.greedy(list(prompt.encode()), 10)[0]
+    assert f'octavo_generation_tokens_total{{model_name="{model}"}} 300.0' in metrics
+    assert f'octavo_request_success_total{{finished_reason="length",model_name="{model}"}} 30.0' in metrics
+    assert f'octavo_num_requests_running{{model_name="{model}"}} 0.0' in metrics
+
+
+def test_leaving_early_aborts(model):
+    async def scenario(engine):
+        async for _ in engine.generate("abc", LONG, "left"):
+            break
+        task = asyncio.create_task(last(engine.generate("abc", LONG, "cancelled")))
+        await anext(aiter(engine.generate("xyz", SHORT, "other")))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stream = engine.add_request("aborted", "abc", LONG)
+        await anext(stream)
+        await engine.abort("aborted")
+        with pytest.raises(EngineDeadError, match="aborted"):
+            await last(stream)
+        return await idle(engine) and len(
+            (await last(engine.generate("a", SHORT, "next"))).outputs[0].token_ids
+        )
+
+    assert with_engine(model, scenario, max_num_seqs=2) == 10
+
+
+def test_one_id_again_and_again(model):
+    async def scenario(engine):
+        for _ in range(50):
+            stream = engine.add_request("same", "abc", LONG)
+            with pytest.raises(RequestError, match="unfinished request"):
+                engine.add_request("same", "abc", LONG)
+            await stream.aclose()
+        return await idle(engine)
+
+    assert with_engine(model, scenario)
+
+
+def test_bad_requests_are_refused_at_once(model):
+    async def scenario(engine):
+        for prompt in ("", [], [-1], [320], [1.5], {"text": "a"}, "x" * 600):
+            with pytest.raises(RequestError):
+                engine.add_request("bad", prompt, SHORT)
+        return (await last(engine.generate([319], SHORT, "bad"))).finished
+
+    assert with_engine(model, scenario)
+
+
+def test_a_killed_core_fails_its_streams(model):
+    async def scenario(engine):
+        streams = [engine.add_request(str(i), "abc", LONG) for i in range(3)]
+        await anext(streams[0])
+        os.kill(engine.core_pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="killed by signal 9"):
+                await asyncio.wait_for(last(stream), 5)
+        with pytest.raises(EngineDeadError):
+            engine.add_request("next", "abc", SHORT)
+        return engine.is_ready, psutil.pid_exists(engine.core_pid)
+
+    assert with_engine(model, scenario) == (False, False)
+
+
+def test_a_core_ends_with_its_parent(model):
+    script = f"""
+import asyncio, sys, time
+from enginecore import AsyncEngine
+from enginecore.config import make_config
+async def main():
+    engine = AsyncEngine(make_config({{"model": {str(model)!r}, "device": "cpu"}}))
+    await engine.ready()
+    print(engine.core_pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    core = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    core.wait(timeout=5)
+
+
+def test_a_model_that_cannot_load(tmp_path, model):
+    async def scenario():
+        engine = AsyncEngine(make_config({"model": str(tmp_path / "none")}))
+        with pytest.raises(ModelError, match="there is no folder"):
+            await engine.ready()
+        await engine.shutdown()
+        engine = AsyncEngine(
+            make_config({"model": str(model), "num_blocks_override": 2, "max_model_len": 100})
+        )
+        with pytest.raises(ModelError, match="the longest that fits is 33"):
+            await engine.ready()
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_the_front_end_loads_no_torch():
+    heavy = "{'torch', 'transformers', 'triton'}"
+    script = f"import sys, enginecore.async_engine; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,287 @@
+"""A request's answer depends on nothing but the request: not on batch, chunks, cache or preemption."""
+
+import random
+
+import numpy as np
+import pytest
+
+from checkpoints import llama_config, save_random
+from cores import Ask, collect, message, run, start_core
+from enginecore.errors import ConfigError
+from enginecore.messages import LENGTH, STOP, AddRequest, tokens_to_bytes
+from enginecore.sampling.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
+
+
+def params(**settings):
+    return SamplingParams(**{"temperature": 0, **settings})
+
+
+VARIANTS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8},
+    "nucleus": {"temperature": 1.2, "top_p": 0.9, "top_k": 40},
+    "min_p": {"temperature": 1.5, "min_p": 0.02},
+    "repetition": {"repetition_penalty": 1.2},
+    "presence and frequency": {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "logprobs": {"temperature": 0.9, "logprobs": 2},
+    "bias": {"logit_bias": {65: 3.0, 66: -100.0}},
+}
+
+
+def ragged(count, settings, *, seed=0, shared=0):
+    """Requests of ragged lengths; each of the variants in turn; `shared` leading tokens in common."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(256) for _ in range(shared)]
+    asks = []
+    for number in range(count):
+        prompt = prefix + [rng.randrange(256) for _ in range(rng.randint(1, 60))]
+        asks.append(Ask(prompt, rng.randint(1, 30), params(**settings[number % len(settings)]), seed=number))
+    return asks
+
+
+def alone(core, asks):
+    return [run(core, [ask])[0] for ask in asks]
+
+
+def assert_same(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.finish == theirs.finish
+        for (ids, values, rank), (other_ids, other_values, other_rank) in zip(
+            mine.logprobs, theirs.logprobs, strict=True
+        ):
+            assert (ids, rank) == (other_ids, other_rank)
+            np.testing.assert_allclose(values, other_values, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def truth(model):
+    """64 ragged requests of every variant, each alone on a core that caches nothing."""
+    asks = ragged(64, list(VARIANTS.values()), shared=20)
+    return asks, alone(start_core(model, enable_prefix_caching=False), asks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 5},
+        {"max_num_seqs": 3},
+        {"block_size": 7},
+    ],
+    ids=str,
+)
+def test_together_as_alone(model, truth, options):
+    asks, expected = truth
+    assert_same(run(start_core(model, **options), asks), expected)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("budget", [2048, 16])
+def test_preempted_as_undisturbed(model, truth, caching, budget):
+    asks, expected = truth
+    core = start_core(
+        model,
+        num_blocks_override=12,
+        max_model_len=128,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=budget,
+    )
+    assert_same(run(core, asks), expected)
+    assert core.stats().preemptions > 5
+
+
+@pytest.mark.parametrize("length", [16, 32, 33, 48])
+def test_a_wholly_cached_prompt(model, length):
+    core = start_core(model)
+    ask = Ask([(3 * i) % 251 for i in range(length)], 20)
+    cold, *warm = (run(core, [ask])[0] for _ in range(3))
+    assert cold.cached == 0
+    for answer in warm:
+        assert answer.tokens == cold.tokens
+        assert answer.cached == (length - 1) // 16 * 16
+    longer = run(core, [Ask([*ask.prompt, *cold.tokens], 4)])[0]
+    assert longer.cached == (length + 19) // 16 * 16
+
+
+def test_recycled_blocks_forget_their_content(model):
+    core = start_core(model, num_blocks_override=4)
+    a = Ask([(5 * i) % 256 for i in range(48)], 8)
+    b = Ask([(7 * i + 1) % 256 for i in range(64)], 1)
+    first = run(core, [a])[0]
+    run(core, [b])
+    again = run(core, [a])[0]
+    assert (again.cached, again.tokens) == (0, first.tokens)
+
+
+def test_shared_prefixes_in_a_tiny_pool(model):
+    rng = random.Random(5)
+    prefixes = [[rng.randrange(256) for _ in range(rng.randint(16, 60))] for _ in range(6)]
+    asks = []
+    for _ in range(120):
+        prefix = rng.choice(prefixes)[: rng.randint(1, 60)]
+        asks.append(Ask(prefix + [rng.randrange(256) for _ in range(rng.randint(0, 20))], rng.randint(1, 20)))
+    expected = alone(start_core(model, enable_prefix_caching=False), asks)
+    core = start_core(model, num_blocks_override=8)
+    for start in range(0, 120, 6):
+        assert_same(run(core, asks[start : start + 6]), expected[start : start + 6])
+
+
+@pytest.mark.parametrize("budget", [1, 5, 16, 17, 99, 100, 101])
+def test_chunks_of_any_size(model, budget):
+    ask = Ask([(11 * i) % 256 for i in range(100)], 6)
+    expected = run(start_core(model), [ask])[0]
+    core = start_core(model, max_num_batched_tokens=budget, max_num_seqs=4)
+    for answer in run(core, [ask, ask]):
+        assert answer.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("budget", [256, 24])
+def test_equal_prefixes_in_one_step_and_an_abort(model, budget):
+    prefix = [(13 * i) % 256 for i in range(64)]
+    asks = [Ask([*prefix, 1, 2], 8), Ask([*prefix, 3], 8)]
+    expected = alone(start_core(model, enable_prefix_caching=False), asks)
+    core = start_core(model, max_num_batched_tokens=budget)
+    assert_same(run(core, asks), expected)
+
+    core = start_core(model, max_num_batched_tokens=24)
+    core.add(0, message(0, asks[0]))
+    core.step()
+    core.abort(0, [0])
+    core.add(0, message(1, asks[1]))
+    assert collect(core, 2)[1].tokens == expected[1].tokens
+    core.check()
+
+
+def test_aborts_leave_nothing(model):
+    core = start_core(model, max_num_seqs=2)
+    for number in range(5):
+        core.add(0, message(number, Ask([1, 2, 3], 100)))
+    for _ in range(4):
+        core.step()
+    core.abort(0, [0, 1, 2, 3, 4, 99])
+    collect(core, 5)
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0)
+    core.check()
+
+
+def test_stop_ids_and_minimum(model):
+    core = start_core(model)
+    free = run(core, [Ask([1, 2, 3], 10)])[0].tokens
+    stop = free[4]
+    place = free.index(stop)
+    stopped = run(core, [Ask([1, 2, 3], 10, stop_ids=[stop])])[0]
+    assert (stopped.tokens, stopped.finish) == (free[: place + 1], STOP)
+    longer = run(core, [Ask([1, 2, 3], 10, params(min_tokens=10, max_tokens=10), stop_ids=[stop])])[0]
+    assert stop not in longer.tokens
+    assert (len(longer.tokens), longer.finish) == (10, LENGTH)
+
+
+@pytest.mark.parametrize("prompt", [33, 31, 32, 64])
+def test_prompt_logprobs_whatever_is_cached(model, prompt):
+    ids = [(17 * i) % 256 for i in range(prompt)]
+    ask = Ask(ids, 2, params(prompt_logprobs=1))
+    cold = run(start_core(model), [ask])[0].prompt_logprobs
+    assert [ids_[0] for ids_, _, _ in cold] == ids[1:]
+    core = start_core(model, max_num_batched_tokens=8)
+    run(core, [Ask(ids, 2)])
+    for _ in range(2):
+        warm = run(core, [ask])[0].prompt_logprobs
+        assert [entry[0] for entry in warm] == [entry[0] for entry in cold]
+        np.testing.assert_allclose([e[1] for e in warm], [e[1] for e in cold], atol=1e-4)
+
+
+def test_prompt_logprobs_through_preemption(model):
+    asks = [Ask([(i * k) % 256 for i in range(50)], 30, params(prompt_logprobs=0)) for k in (3, 5, 7, 9)]
+    expected = alone(start_core(model), asks)
+    core = start_core(model, num_blocks_override=8, max_num_batched_tokens=24)
+    answers = run(core, asks)
+    assert core.stats().preemptions > 0
+    for mine, theirs in zip(answers, expected, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert [e[0] for e in mine.prompt_logprobs] == [e[0] for e in theirs.prompt_logprobs]
+        np.testing.assert_allclose(
+            [e[1] for e in mine.prompt_logprobs], [e[1] for e in theirs.prompt_logprobs], atol=1e-4
+        )
+
+
+def test_a_refused_request_is_answered_and_harms_no_one(model):
+    core = start_core(model, num_blocks_override=4, max_model_len=65)
+    core.add(0, message(0, Ask([1] * 200, 5)))
+    core.add(1, message(0, Ask([1, 2], 3)))
+    errors, tokens = {}, []
+    while core.has_work:
+        outputs = core.step()
+        errors |= outputs[0].errors
+        tokens += outputs[1].columns()[1].tolist() if 1 in outputs else []
+    assert list(errors) == [0]
+    assert "200" in errors[0] and "65" in errors[0]
+    assert len(tokens) == 3
+
+
+def test_clients_get_their_own_tokens_only(model):
+    core = start_core(model)
+    asks = {0: Ask([1, 2, 3], 5), 1: Ask([4, 5], 7)}
+    for client, ask in asks.items():
+        core.add(client, message(7, ask))
+    got = {0: [], 1: []}
+    while core.has_work:
+        for client, outputs in core.step().items():
+            numbers, tokens, _ = outputs.columns()
+            assert set(numbers.tolist()) <= {7}
+            got[client] += tokens.tolist()
+    expected = alone(start_core(model), asks.values())
+    assert [got[0], got[1]] == [answer.tokens for answer in expected]
+
+
+def test_a_cache_salt_keeps_requests_apart(model):
+    core = start_core(model)
+    prompt = list(range(40))
+
+    def cached(salt):
+        core.add(
+            0,
+            AddRequest(
+                number=0,
+                prompt=tokens_to_bytes(prompt),
+                params=params(),
+                stop_ids=[],
+                max_tokens=1,
+                seed=0,
+                cache_salt=salt,
+            ),
+        )
+        return collect(core, 1)[0].cached
+
+    assert [cached(None), cached(None), cached("a"), cached("a"), cached("b")] == [0, 32, 0, 32, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"num_blocks_override": 8, "max_model_len": 512}, ["512", "32", "129"]),
+        ({"num_blocks_override": 0}, ["no block"]),
+        ({"kv_cache_memory_bytes": 1 << 50}, ["1125899906842624", "free"]),
+        ({"max_model_len": 4096}, ["4096", "512"]),
+    ],
+)
+def test_limits_that_contradict_the_memory(model, options, parts):
+    with pytest.raises(ConfigError) as error:
+        start_core(model, **options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_length_limit_that_was_not_asked_for_is_lowered_to_what_fits(model):
+    core = start_core(model, num_blocks_override=8)
+    assert core.ready.max_model_len == 129
+    exactly = run(core, [Ask([1] * 64, 65)])[0]
+    assert len(exactly.tokens) == 65

@@ -1,0 +1,168 @@
+"""`LLM` and `LLMEngine`: text in, text out, in the caller's own process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from checkpoints import EOS, Oracle, llama_config, save_random, tok
+from enginecore import LLM, LLMEngine, RequestOutputKind, SamplingParams
+from enginecore.config import make_config
+from enginecore.errors import ConfigError, RequestError
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
+    tok(path, chat_template="{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
+
+
+def nothing_left(llm):
+    stats = llm.engine.stats()
+    llm.engine.core.check()
+    return (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0)
+
+
+def test_every_form_of_prompt(model, llm):
+    expected = Oracle(model).greedy(list(b"abc"), 12)[0]
+    params = SamplingParams(**GREEDY)
+    single = [
+        llm.generate("abc", params),
+        llm.generate({"prompt": "abc"}, params),
+        llm.generate({"prompt_token_ids": [97, 98, 99]}, params),
+        llm.generate([97, 98, 99], params),
+        llm.generate([[97, 98, 99]], params),
+        llm.chat([{"role": "a", "content": "b"}], params),
+    ]
+    for outputs in single[:-1]:
+        assert [o.outputs[0].token_ids for o in outputs] == [expected]
+        assert outputs[0].prompt_token_ids == [97, 98, 99]
+    assert single[-1][0].prompt == "a:b;"
+    many = llm.generate(["abc", {"prompt_token_ids": [97, 98, 99]}, "x"], [params, params, params])
+    assert [len(o.outputs[0].token_ids) for o in many] == [12, 12, 12]
+    assert many[0].outputs[0].text == many[1].outputs[0].text
+    assert nothing_left(llm)
+
+
+def test_two_conversations(llm):
+    turns = [{"role": "user", "content": "hi"}]
+    outputs = llm.chat([turns, [*turns, {"role": "bot", "content": "ho"}]], SamplingParams(**GREEDY))
+    assert [o.prompt for o in outputs] == ["user:hi;", "user:hi;bot:ho;"]
+
+
+def test_a_refused_prompt_stops_the_whole_batch_and_leaves_nothing(llm):
+    with pytest.raises(ValueError, match=r"70 tokens.*64"):
+        llm.generate(["ab", "x" * 70, "cd"], SamplingParams(**GREEDY))
+    assert nothing_left(llm)
+    with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
+        llm.generate(["a", "b", "c"], [SamplingParams(), SamplingParams()])
+    assert len(llm.generate("ab", SamplingParams(**GREEDY))) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "generated"), [(63, None, 1), (63, 1, 1), (62, 2, 2), (62, None, 2)]
+)
+def test_up_to_the_length_limit(llm, length, max_tokens, generated):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    output = llm.generate("x" * length, params)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (generated, "length")
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(63, 2), (62, 100), (64, None), (64, 1), (65, 1)])
+def test_past_the_length_limit(llm, length, max_tokens):
+    with pytest.raises(ValueError, match=f"{length} tokens.*64|64.*{length}"):
+        llm.generate("x" * length, SamplingParams(temperature=0, max_tokens=max_tokens))
+
+
+def test_samples_of_one_prompt(llm):
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    first, again = llm.generate("abc", params)[0], llm.generate("abc", params)[0]
+    assert [o.index for o in first.outputs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in first.outputs}) == 3
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in again.outputs]
+    alone = llm.generate("abc", SamplingParams(temperature=1.0, seed=6, max_tokens=8, ignore_eos=True))[0]
+    assert alone.outputs[0].token_ids == first.outputs[1].token_ids
+
+
+def test_unseeded_requests_differ_and_a_fresh_engine_repeats_them(model):
+    def draws():
+        llm = LLM(str(model), dtype="float32", device="cpu", seed=3)
+        params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+        return [o.outputs[0].token_ids for o in llm.generate(["abc"] * 3, params)]
+
+    first = draws()
+    assert len(set(map(tuple, first))) == 3
+    assert draws() == first
+
+
+def test_logprobs_add_up(llm):
+    params = SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1)
+    output = llm.generate("abcd", params)[0]
+    sample = output.outputs[0]
+    chosen = [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert sample.cumulative_logprob == pytest.approx(sum(chosen))
+    assert all(entry[token].rank == 1 for entry, token in zip(sample.logprobs, sample.token_ids, strict=True))
+    assert output.prompt_logprobs[0] is None
+    for entry, token in zip(output.prompt_logprobs[1:], b"bcd", strict=True):
+        assert token in entry
+
+
+def test_the_engine_steps(model):
+    engine = LLMEngine(make_config({"model": str(model), "dtype": "float32", "device": "cpu"}))
+    params = SamplingParams(**GREEDY, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("one", "abc", params)
+    engine.add_request("two", "xyz", params)
+    engine.add_request("three", "gone", params)
+    with pytest.raises(RequestError, match="'one' belongs to an unfinished request"):
+        engine.add_request("one", "abc", params)
+    engine.abort_request("three")
+    tokens = {"one": [], "two": []}
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        for output in engine.step():
+            tokens[output.request_id] += output.outputs[0].token_ids
+    assert steps == 12
+    assert tokens["one"] == Oracle(model).greedy(list(b"abc"), 12)[0]
+    assert len(tokens["two"]) == 12
+
+
+def test_eos_ends_a_request(model, llm):
+    free = llm.generate("abc", SamplingParams(temperature=0, max_tokens=12, logit_bias={EOS: 100}))[0]
+    sample = free.outputs[0]
+    assert (sample.text, sample.token_ids) == ("", [EOS])
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 3}, "unknown option 'max_num_seq'"),
+        ({"device": "tpu"}, "device must be auto, cpu"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"device": "cuda:99"}, "cuda:99"),
+    ],
+)
+def test_options_that_are_wrong(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(model), **options)
+
+
+def test_two_engines_in_one_script_that_ends_by_itself(model):
+    script = f"""
+from enginecore import LLM, SamplingParams
+for _ in range(2):
+    llm = LLM({str(model)!r}, device="cpu")
+    print(len(llm.generate("abc", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))))
+    del llm
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1\n1\n")

@@ -1,0 +1,212 @@
+"""Options from the command line, the environment and a file."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from enginecore.config import EngineConfig
+from enginecore.errors import ConfigError
+from enginecore.options import NOT_OPTIONS, SERVER_OPTIONS, OptionParser, run_command
+
+
+def option(default: Any, **more: Any) -> Any:
+    return field(default=default, metadata={"help": "50% of it", **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    model: str = option("demo")
+    max_items: int = option(3)
+    ratio: float = option(0.5)
+    enable_cache: bool = option(True)
+    kind: Literal["a", "b"] = option("a")
+    limit: int | None = option(None)
+    names: tuple[str, ...] = option(())
+    prompt: tuple[str, ...] = option((), repeat=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class More:
+    size: int = option(1)
+
+
+def read(*arguments: str, **environment: str) -> Tool:
+    (tool,) = OptionParser("tool", "A tool.", "1.2", {"tool": Tool}).read(arguments, environment)
+    return tool
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "tool.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults():
+    assert read() == Tool()
+
+
+def test_every_kind_of_flag():
+    tool = read(
+        *("--max-items", "7", "--ratio", "0.25", "--no-enable-cache", "--kind", "b", "--limit", "-1"),
+        *("--names", "x", "y", "--names", "z", "--prompt", "one", "--prompt", "two", "some/model"),
+    )
+    assert tool == Tool(
+        model="some/model",
+        max_items=7,
+        ratio=0.25,
+        enable_cache=False,
+        kind="b",
+        limit=-1,
+        names=("x", "y", "z"),
+        prompt=("one", "two"),
+    )
+
+
+def test_command_line_beats_environment_beats_file(tmp_path):
+    path = write(tmp_path, "max-items: 1\nratio: 0.1\nlimit: 1\nenable_cache: false\n")
+    for config in (["--config", path], [f"--config={path}"]):
+        for arguments in ([*config, "--max-items", "9"], ["--max-items", "9", *config]):
+            tool = read(*arguments, OCTAVO_MAX_ITEMS="5", OCTAVO_RATIO="0.9")
+            assert (tool.max_items, tool.ratio, tool.limit, tool.enable_cache) == (9, 0.9, 1, False)
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path):
+    path = write(tmp_path, "max_items: 1")
+    other = tmp_path / "other.yaml"
+    other.write_text("max_items: 2")
+    assert read(OCTAVO_CONFIG=path).max_items == 1
+    assert read("--config", str(other), OCTAVO_CONFIG=path).max_items == 2
+
+
+def test_false_wins_when_given_later_in_rank(tmp_path):
+    path = write(tmp_path, "enable_cache: true")
+    assert read("--config", path, OCTAVO_ENABLE_CACHE="false").enable_cache is False
+    assert read("--config", path, "--no-enable-cache", OCTAVO_ENABLE_CACHE="1").enable_cache is False
+    assert read("--enable-cache", OCTAVO_ENABLE_CACHE="0").enable_cache is True
+
+
+def test_lists(tmp_path):
+    path = write(tmp_path, "names: [x, y]\nprompt: one")
+    assert read("--config", path) == Tool(names=("x", "y"), prompt=("one",))
+    assert read(OCTAVO_NAMES="x").names == ("x",)
+    assert read(OCTAVO_NAMES='["x", "y"]').names == ("x", "y")
+
+
+def test_the_model_has_two_spellings(tmp_path):
+    path = write(tmp_path, "model: from-file")
+    assert read("--config", path).model == "from-file"
+    assert read("--config", path, "given").model == "given"
+    assert read("--model", "given", OCTAVO_MODEL="elsewhere").model == "given"
+    assert read("given", "--model", "given").model == "given"
+    with pytest.raises(ConfigError, match="the model is named twice: one and --model two"):
+        read("one", "--model", "two")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("max_itms: 3", "unknown option 'max_itms'"),
+        ("max-items: 3\nmax_items: 4", "max_items is given twice"),
+        ("- a", "must hold `option: value` lines"),
+        ("a: [", "is not valid YAML"),
+        ("max_items: many", "max_items must be an integer, got 'many'"),
+        ("max_items: true", "max_items must be an integer, got True"),
+        ("max_items: null", "max_items must be an integer, got None"),
+        ("enable_cache: maybe", "enable_cache must be true or false, got 'maybe'"),
+        ("kind: c", "kind must be one of a, b, got 'c'"),
+        ("ratio: [1]", r"ratio must be a number, got \[1\]"),
+        ("model: 7", "model must be text, got 7"),
+        ("names: [1]", r"names must be a list of texts, got \[1\]"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, text, said):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=said) as error:
+        read("--config", path)
+    assert path in str(error.value)
+
+
+def test_a_file_may_be_empty_or_missing(tmp_path):
+    assert read("--config", write(tmp_path, "")) == Tool()
+    assert read("--config", write(tmp_path, "limit: null")) == Tool()
+    with pytest.raises(ConfigError, match=r"config file .*none.yaml: No such file or directory"):
+        read("--config", str(tmp_path / "none.yaml"))
+
+
+def test_environment_variables_that_are_wrong():
+    with pytest.raises(ConfigError, match="OCTAVO_MAX_ITMS names no option 'max_itms'"):
+        read(OCTAVO_MAX_ITMS="3")
+    with pytest.raises(ConfigError, match=r"max_items must be an integer, got 'x' \(from OCTAVO_MAX_ITEMS\)"):
+        read(OCTAVO_MAX_ITEMS="x")
+    with pytest.raises(ConfigError, match="names must be a list of texts"):
+        read(OCTAVO_NAMES="[x")
+
+
+def test_variables_of_others_are_passed_over():
+    others = dict.fromkeys([*NOT_OPTIONS, *SERVER_OPTIONS, "HOME", "OCTAVOX"], "x")
+    assert read(**others) == Tool()
+
+
+def test_the_servers_variables_are_those_of_its_options():
+    from octavo_serve.config import ServeConfig
+
+    assert {f"OCTAVO_{name.upper()}" for name in ServeConfig.__dataclass_fields__} == SERVER_OPTIONS
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--max"], "unrecognized arguments: --max"),
+        (["--max-item", "3"], "unrecognized arguments: --max-item"),
+        (["--kind", "c"], "argument --kind: invalid choice: 'c'"),
+        (["--max-items"], "argument --max-items: expected one argument"),
+        (["one", "two"], "unrecognized arguments: two"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(capsys, arguments, said):
+    with pytest.raises(SystemExit) as exit_:
+        read(*arguments)
+    written = capsys.readouterr()
+    assert (exit_.value.code, written.out) == (2, "")
+    assert written.err.startswith(f"tool: {said}")
+    assert written.err.count("\n") == 1
+
+
+def test_help_and_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        read("--help")
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    for part in ("--max-items N", "50% of it [3]", "--no-enable-cache", "{a,b}", "--config FILE", "MODEL"):
+        assert part in shown
+    with pytest.raises(SystemExit):
+        read("--version")
+    assert capsys.readouterr().out == "tool 1.2\n"
+
+
+def test_what_the_dataclass_refuses_is_passed_on():
+    parser = OptionParser("tool", "", "1", {"engine": EngineConfig})
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
+        parser.read(["--max-num-seqs", "0"], {})
+
+
+def test_several_dataclasses_share_one_command_line():
+    parser = OptionParser("tool", "", "1", {"more": More, "engine": EngineConfig})
+    more, engine = parser.read(["given", "--size", "4"], {"OCTAVO_MAX_NUM_SEQS": "5"})
+    assert more == More(size=4)
+    assert engine == EngineConfig(model="given", max_num_seqs=5)
+
+
+def test_run_command(capsys):
+    def refused() -> int:
+        raise ConfigError("two\nlines")
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert run_command("tool", lambda: 0) == 0
+    assert run_command("tool", refused) == 2
+    assert capsys.readouterr().err == "tool: two lines\n"
+    assert run_command("tool", interrupted) == 130

@@ -1,0 +1,201 @@
+"""The sampler against the plain definition of each setting, computed with numpy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from enginecore.runner.rows import Rows
+from enginecore.runner.step import RowStart, StepInput
+from enginecore.sampling.params import SamplingParams
+from enginecore.sampling.sampler import sample
+
+VOCAB = 600
+NONE = np.zeros(0, np.int32)
+
+
+def rows_of(starts):
+    state = Rows(len(starts), 64, 4, torch.device("cpu"))
+    nothing = np.zeros(0, bool)
+    state.apply(StepInput(1, NONE, NONE, NONE, nothing, NONE, starts, NONE, NONE, NONE))
+    return state
+
+
+def start(row, params, *, tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), bad_words=()):
+    ids = np.array(tokens, np.int32)
+    return RowStart(row, ids, num_prompt, params, stop_ids, bad_words, seed, 0)
+
+
+def draw(logits, starts):
+    """Sample each row of logits [n, vocab] by its start."""
+    state = rows_of(starts)
+    rows = np.arange(len(starts), dtype=np.int32)
+    lengths = np.array([len(entry.tokens) for entry in starts])
+    return sample(torch.tensor(logits, dtype=torch.float32), rows, lengths, state)
+
+
+def allowed(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Probabilities that remain, by the definition, in float64 [vocab]."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs[probs < min_p] = 0
+    if top_k:
+        probs[probs < np.sort(probs)[-top_k]] = 0
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= top_p]] = 0
+    return probs / probs.sum()
+
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 3.0, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 50, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 5.0, "top_p": 0.999},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_draws_follow_the_distribution(settings):
+    draws = 3000
+    logits = np.random.default_rng(1).normal(size=VOCAB) * 2.5
+    expected = allowed(logits, **settings)
+    params = SamplingParams(**settings)
+    tokens = draw(np.tile(logits, (draws, 1)), [start(i, params, seed=i) for i in range(draws)]).tokens
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    assert counts[expected == 0].sum() == 0
+    # Pool the rare tokens, then Pearson's statistic: mean df, standard deviation sqrt(2 df).
+    common = expected * draws >= 5
+    pooled = np.append(expected[common], expected[~common].sum()) * draws
+    seen = np.append(counts[common], counts[~common].sum())
+    used = pooled > 0
+    statistic = ((seen[used] - pooled[used]) ** 2 / pooled[used]).sum()
+    freedom = used.sum() - 1
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom + 1)
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    logits = np.random.default_rng(2).normal(size=(1, VOCAB)) * 2
+    plain = SamplingParams(temperature=1.0)
+    neighbours = [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=0), plain]
+
+    def first_of(others, **same):
+        starts = [start(0, plain, **same), *(start(i + 1, p, seed=99) for i, p in enumerate(others))]
+        return int(draw(np.repeat(logits, len(starts), 0), starts).tokens[0])
+
+    alone = first_of([], seed=7)
+    assert all(first_of(neighbours[:n], seed=7) == alone for n in range(1, 4))
+    by_seed = {first_of([], seed=seed) for seed in range(20)}
+    by_position = {first_of([], seed=7, tokens=range(n), num_prompt=n) for n in range(1, 20)}
+    assert len(by_seed) > 5
+    assert len(by_position) > 5
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-3, 1e-5, 1e-8, 1e-38, 1e-45])
+def test_temperatures_near_zero_take_the_best_token(temperature):
+    logits = np.zeros((2, VOCAB))
+    logits[0, 17] = 11
+    params = SamplingParams(temperature=temperature, logprobs=1)
+    other = SamplingParams(temperature=1.0)
+    sampled = draw(logits, [start(0, params), start(1, other, seed=3)])
+    assert int(sampled.tokens[0]) == 17
+    assert np.isfinite(sampled.logprobs[0].values).all()
+    assert int(sampled.tokens[1]) == int(draw(logits[1:], [start(0, other, seed=3)]).tokens[0])
+
+
+def test_repetition_penalty_is_the_one_of_transformers():
+    logits = np.random.default_rng(3).normal(size=(1, VOCAB)) * 3
+    tokens = [40, 41, 40, 41, 7, 7]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), torch.tensor(logits).float())
+    for token in [*set(tokens), 100]:
+        shifted = logits.copy()
+        shifted[0, token] += 0.0
+        params = SamplingParams(temperature=0, repetition_penalty=1.3)
+        got = int(draw(shifted, [start(0, params, tokens=tokens, num_prompt=4)]).tokens[0])
+        assert got == int(expected.argmax())
+    # Each seen token just above and just below the best unseen one, after the penalty.
+    for token in (40, 7):
+        for sign in (1, -1):
+            close = np.full((1, VOCAB), -50.0)
+            close[0, 5] = 2.0
+            close[0, token] = (2.0 + sign * 0.01) * 1.3
+            params = SamplingParams(temperature=0, repetition_penalty=1.3)
+            got = int(draw(close, [start(0, params, tokens=tokens, num_prompt=4)]).tokens[0])
+            assert got == (token if sign > 0 else 5)
+
+
+def test_presence_and_frequency_count_the_output_only():
+    def best(other, lead, *, num_prompt, **penalty):
+        logits = np.full((1, VOCAB), -50.0)
+        logits[0, 5], logits[0, other] = 0.0, lead
+        params = SamplingParams(temperature=0, **penalty)
+        return int(draw(logits, [start(0, params, tokens=[9, 9, 8, 8, 8], num_prompt=num_prompt)]).tokens[0])
+
+    assert best(9, 0.1, num_prompt=5, presence_penalty=2, frequency_penalty=2) == 9
+    assert best(8, 0.69, num_prompt=2, presence_penalty=0.7) == 5
+    assert best(8, 0.71, num_prompt=2, presence_penalty=0.7) == 8
+    assert best(8, 2.09, num_prompt=2, frequency_penalty=0.7) == 5
+    assert best(8, 2.11, num_prompt=2, frequency_penalty=0.7) == 8
+    assert best(9, 0.1, num_prompt=2, frequency_penalty=0.7) == 9
+
+
+def test_bans_and_bias():
+    logits = np.zeros((1, VOCAB))
+    logits[0, :4] = [9, 8, 7, 6]
+
+    def best(params=None, **same):
+        return int(draw(logits, [start(0, params or SamplingParams(temperature=0), **same)]).tokens[0])
+
+    assert best() == 0
+    assert best(SamplingParams(temperature=0, allowed_token_ids=[2, 3, 599])) == 2
+    assert best(SamplingParams(temperature=0, logit_bias={0: -100, 1: -100.0})) == 2
+    assert best(SamplingParams(temperature=0, logit_bias={599: 100})) == 599
+    assert best(SamplingParams(temperature=0, min_tokens=2, max_tokens=4), stop_ids=(0, 1)) == 2
+    # Words end where their last token would come: one token, or two when the first has just been generated.
+    assert best(bad_words=((0,),)) == 1
+    assert best(bad_words=((4, 0),), tokens=[1, 4], num_prompt=1) == 1
+    assert best(bad_words=((4, 0),), tokens=[4, 1], num_prompt=1) == 0
+    assert best(bad_words=((4, 0),), tokens=[1, 4], num_prompt=2) == 0
+
+
+def test_logprobs_are_the_models_own():
+    logits = np.random.default_rng(4).normal(size=(1, VOCAB)) * 2
+    expected = logits[0] - np.log(np.exp(logits[0]).sum())
+    order = np.argsort(-expected)
+    params = SamplingParams(temperature=0, logprobs=3, logit_bias={int(order[9]): 100})
+    found = draw(logits, [start(0, params)]).logprobs[0]
+    assert found.ids[0].tolist() == [order[9], *order[:3]]
+    np.testing.assert_allclose(found.values[0], expected[[order[9], *order[:3]]], atol=1e-5)
+    assert found.ranks.tolist() == [10]
+    whole = draw(logits, [start(0, SamplingParams(temperature=0, logprobs=-1))]).logprobs[0]
+    assert whole.ids.shape == (1, VOCAB + 1)
+
+
+def test_a_row_keeps_nothing_of_its_last_request():
+    state = rows_of(
+        [start(0, SamplingParams(temperature=0, logit_bias={5: 100}, presence_penalty=1, logprobs=2))]
+    )
+    nothing = np.zeros(0, bool)
+    state.apply(
+        StepInput(
+            2,
+            NONE,
+            NONE,
+            NONE,
+            nothing,
+            np.array([0], np.int32),
+            [start(0, SamplingParams(temperature=0))],
+            NONE,
+            NONE,
+            NONE,
+        )
+    )
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 1
+    sampled = sample(logits, np.array([0], np.int32), np.array([3]), state)
+    assert (int(sampled.tokens[0]), sampled.logprobs) == (9, {})

@@ -1,0 +1,167 @@
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from enginecore.model_files import ModelFiles
+from enginecore.text.detokenizer import IncrementalDetokenizer
+from enginecore.text.loading import load_tokenizer
+from enginecore.text.tokenizer import Tokenizer
+
+SPICY_FAMILY = "🌶é语👨‍👩‍👧"
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True, step: int = 1) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip)
+    deltas = [detokenizer.push(ids[start : start + step]) for start in range(0, len(ids), step)]
+    return [*deltas, detokenizer.flush()]
+
+
+@pytest.fixture(scope="session")
+def vocabulary(shared_data: Path, request: pytest.FixtureRequest) -> Tokenizer:
+    tokenizer = load_tokenizer(ModelFiles("", shared_data / request.param, {}))
+    assert tokenizer is not None
+    return tokenizer
+
+
+real_vocabularies = pytest.mark.parametrize(
+    "vocabulary",
+    ["tokenizers/smollm2", "tokenizers/mistral-v1", "stories260k", "demo-stories"],
+    indirect=True,
+)
+
+
+def test_characters_split_across_tokens_come_whole(byte_tokenizer: Tokenizer) -> None:
+    deltas = stream(byte_tokenizer, list(SPICY_FAMILY.encode()))
+    assert [delta for delta in deltas if delta] == list(SPICY_FAMILY)
+
+
+def test_a_cut_character_is_held_until_the_end(byte_tokenizer: Tokenizer) -> None:
+    assert stream(byte_tokenizer, [0xF0, 0x9F]) == ["", "", "\ufffd"]
+
+
+def test_bytes_that_turn_out_to_be_no_character(byte_tokenizer: Tokenizer) -> None:
+    deltas = stream(byte_tokenizer, [0xF0, 0x9F, 0x61, 0x62, 0xFF, 0x63])
+    assert deltas == ["", "", "\ufffda", "b", "\ufffd", "c", ""]
+
+
+def test_endless_bad_bytes_are_not_held_back(byte_tokenizer: Tokenizer) -> None:
+    assert stream(byte_tokenizer, [0xFF] * 5) == ["\ufffd"] * 5 + [""]
+
+
+def test_special_tokens_are_shown_only_when_asked_for(byte_tokenizer: Tokenizer) -> None:
+    ids = [*b"a", 258, *b"b", 257]
+    assert "".join(stream(byte_tokenizer, ids)) == "ab"
+    assert "".join(stream(byte_tokenizer, ids, skip=False)) == "a<eot>b<eos>"
+
+
+def test_ids_that_are_no_token_show_nothing(byte_tokenizer: Tokenizer) -> None:
+    assert "".join(stream(byte_tokenizer, [*b"a", 300, 2**31 - 1, *b"b"])) == "ab"
+
+
+@given(data=st.binary(max_size=40), step=st.integers(1, 5))
+def test_any_bytes_join_to_the_plain_decoding(byte_tokenizer: Tokenizer, data: bytes, step: int) -> None:
+    deltas = stream(byte_tokenizer, list(data), step=step)
+    assert "".join(deltas) == data.decode("utf-8", "replace") == byte_tokenizer.decode(list(data))
+
+
+bytes_like_text = st.lists(
+    st.one_of(st.characters(), st.sampled_from(SPICY_FAMILY)).map(lambda char: char.encode("utf-8", "ignore"))
+    | st.binary(min_size=1, max_size=2)
+).map(b"".join)
+
+
+@given(data=bytes_like_text, more=st.binary(max_size=4))
+def test_what_is_shown_stays_right_whatever_follows(
+    byte_tokenizer: Tokenizer, data: bytes, more: bytes
+) -> None:
+    shown = IncrementalDetokenizer(byte_tokenizer).push(list(data))
+    assert (data + more).decode("utf-8", "replace").startswith(shown)
+    whole = data.decode("utf-8", "replace")
+    assert shown in (whole, whole[:-1])
+
+
+@real_vocabularies
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_tokens_join_to_the_plain_decoding(vocabulary: Tokenizer, data: st.DataObject) -> None:
+    token = st.integers(0, vocabulary.vocab_size + 3)
+    if vocabulary.decoding.kind == "byte_fallback":
+        token |= st.integers(3, 258)  # single bytes
+    ids = data.draw(st.lists(token, max_size=24))
+    skip = data.draw(st.booleans())
+    assert "".join(stream(vocabulary, ids, skip)) == vocabulary.decode(ids, skip)
+
+
+@real_vocabularies
+@given(text=st.text(max_size=30))
+@settings(max_examples=80, deadline=None)
+def test_any_text_streams_back(vocabulary: Tokenizer, text: str) -> None:
+    ids = vocabulary.encode(text, add_special_tokens=False)
+    deltas = stream(vocabulary, ids, step=2)
+    assert "".join(deltas) == vocabulary.decode(ids)
+
+
+@pytest.mark.parametrize("vocabulary", ["tokenizers/mistral-v1"], indirect=True)
+def test_a_run_of_byte_tokens_counts_as_a_whole(vocabulary: Tokenizer) -> None:
+    pepper = [3 + byte for byte in "🌶".encode()]
+    [the] = vocabulary.encode("the", add_special_tokens=False)
+    assert stream(vocabulary, [*pepper, the]) == ["", "", "", "", "🌶 the", ""]
+    # SentencePiece's decoding gives up a whole run for one bad byte, even its good characters.
+    assert stream(vocabulary, [*pepper, 3 + 0xFF, the])[-2:] == ["\ufffd" * 5 + " the", ""]
+
+
+@pytest.mark.parametrize("vocabulary", ["tokenizers/mistral-v1"], indirect=True)
+def test_text_after_a_prompt_keeps_its_first_space(vocabulary: Tokenizer) -> None:
+    bos, *prompt = vocabulary.encode("Once upon")
+    ids = vocabulary.encode("a time", add_special_tokens=False)
+    assert IncrementalDetokenizer(vocabulary).push(ids) == "a time"
+    assert IncrementalDetokenizer(vocabulary, prompt=[bos]).push(ids) == "a time"
+    assert IncrementalDetokenizer(vocabulary, prompt=[bos, *prompt]).push(ids) == " a time"
+
+
+def words() -> list[str]:
+    return ["un", "##able", "##s", "to", ".", "do", "n't", "it", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.Metaspace(),
+        decoders.BPEDecoder(suffix="s"),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]),
+    ],
+    ids=lambda decoder: type(decoder).__name__,
+)
+@given(ids=st.lists(st.integers(0, 10), max_size=30))
+def test_other_decoders_join_to_the_plain_decoding(decoder: decoders.Decoder | None, ids: list[int]) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words())}, "un"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        backend.decoder = decoder
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.decoding.kind == "other"
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@real_vocabularies
+def test_a_token_costs_the_same_late_in_a_text(vocabulary: Tokenizer) -> None:
+    ids = vocabulary.encode("the cat sat on the mat and the dog ran off ", add_special_tokens=False) * 400
+
+    def seconds(count: int) -> float:
+        detokenizer = IncrementalDetokenizer(vocabulary)
+        for token in ids[:count]:
+            detokenizer.push((token,))
+        began = time.perf_counter()
+        for token in ids[:1000]:
+            detokenizer.push((token,))
+        return time.perf_counter() - began
+
+    late, early = (min(seconds(count) for _ in range(5)) for count in (3000, 0))
+    assert late < 5 * early
