@@ -67,7 +67,7 @@ class EngineConfig:
 
 
 _AT_LEAST = {
-    "max_model_len": 1,
+    "max_model_len": 2,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
