@@ -1,0 +1,248 @@
+"""Which blocks are free, who shares the others, and which of them hold a known prefix."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvblocks.errors import OutOfBlocks, require
+from kvblocks.events import AllCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.lru import LruQueue
+
+_NO_KEY = b""
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """Totals since the pool was made, in blocks."""
+
+    allocated: int = 0
+    published: int = 0
+    evicted: int = 0
+
+
+class BlockPool:
+    """`num_blocks` blocks, ids 0 to num_blocks - 1, each of them usable.
+
+    A block is in one of three states:
+
+    - referenced: its reference count is 1 or more;
+    - blank: free, and its content is worth nothing;
+    - cached: free, and its content is known by a key. `share` brings it back as it is.
+
+    `allocate` takes blank blocks first, the last released first, and then cached ones, the least recently
+    used first; those lose their key. Calls are all or nothing: one that raises has changed nothing.
+    """
+
+    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.stats = PoolStats()
+        self._refcounts = np.zeros(num_blocks, np.int32)
+        self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_blank = num_blocks
+        self._cached = LruQueue(num_blocks)
+        self._index: dict[bytes, int] = {}
+        self._keys = [_NO_KEY] * num_blocks
+        self._published = np.zeros(num_blocks, np.bool_)
+        self._seat = np.empty(num_blocks, np.int32)
+        self._events: list[CacheEvent] | None = [] if record_events else None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give out: blank and cached ones."""
+        return self._num_blank + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks that are referenced, 0 to 1."""
+        return 1 - self.num_free / self.num_blocks
+
+    @property
+    def refcounts(self) -> NDArray[np.int32]:
+        """Reference counts, int32 [num_blocks]: a live, read-only view."""
+        view = self._refcounts.view()
+        view.flags.writeable = False
+        return view
+
+    def allocate(self, n: int) -> NDArray[np.int32]:
+        """Take `n` free blocks, int32 [n], with one reference each.
+
+        Raises OutOfBlocks, and takes none, when fewer are free.
+        """
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} blocks")
+        if n > self.num_free:
+            raise OutOfBlocks(n, self.num_free)
+        left = max(self._num_blank - n, 0)
+        blocks = self._blank[left : self._num_blank][::-1].copy()
+        self._num_blank = left
+        if blocks.size < n:
+            evicted = self._cached.pop(n - blocks.size)
+            self._forget(evicted)
+            self.stats.evicted += evicted.size
+            blocks = np.concatenate((blocks, evicted))
+        self._refcounts[blocks] = 1
+        self.stats.allocated += n
+        return blocks
+
+    def share(self, blocks: ArrayLike) -> None:
+        """Add a reference to each of `blocks` (int [n], distinct). A cached block becomes referenced.
+
+        Raises ValueError if one is blank: it holds nothing that could be shared.
+        """
+        ids = self._distinct(blocks)
+        unreferenced = ids[self._refcounts[ids] == 0]
+        blank = unreferenced[~self._published[unreferenced]]
+        if blank.size:
+            raise ValueError(f"blocks {blank.tolist()} are free and hold nothing to share")
+        self._cached.remove(unreferenced)
+        self._refcounts[ids] += 1
+
+    def release(self, blocks: ArrayLike) -> None:
+        """Drop a reference from each of `blocks` (int [n], distinct, in the order of their sequence).
+
+        Those left without one become free. Of a sequence the tail will be reused before the head, because
+        a prefix is of use to more prompts the shorter it is.
+        """
+        ids = self._distinct(blocks)
+        counts = self._refcounts[ids]
+        if not counts.all():
+            raise ValueError(f"blocks {ids[counts == 0].tolist()} are released but have no reference")
+        self._refcounts[ids] = counts - 1
+        freed = ids[counts == 1]
+        published = self._published[freed]
+        self._cached.append(freed[published][::-1])
+        self._push_blank(freed[~published])
+
+    def lookup(self, key: bytes) -> int:
+        """The block that holds the content of `key`, or -1. Does not count as a use."""
+        return self._index.get(key, -1)
+
+    def match(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
+        """The blocks of the longest leading run of `keys` that are all known, int32 [hits]."""
+        found = []
+        get = self._index.get
+        for key in keys:
+            block = get(key)
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, np.int32)
+
+    def key_of(self, block: int) -> bytes | None:
+        """The key that `block` answers to, or None."""
+        return self._keys[block] or None
+
+    def publish(self, blocks: ArrayLike, keys: Sequence[bytes]) -> None:
+        """Let `blocks` (int [n], distinct, referenced) answer to `keys`, one each.
+
+        Only for blocks that are full and whose content has been computed, for from now on another sequence
+        may read them. A key that is known already stays with the block it has. Raises ValueError if a
+        block is not referenced, or answers to another key: content never changes under a key.
+        """
+        ids = self._distinct(blocks)
+        if ids.size != len(keys):
+            raise ValueError(f"{ids.size} blocks cannot answer to {len(keys)} keys")
+        if not all(keys):
+            raise ValueError("a key is empty, so it cannot tell one content from another")
+        free = ids[self._refcounts[ids] == 0]
+        if free.size:
+            raise ValueError(f"blocks {free.tolist()} are published but have no reference")
+        listed = ids.tolist()
+        if self._published[ids].any():
+            for block, key in zip(listed, keys):
+                if self._keys[block] not in (_NO_KEY, key):
+                    raise ValueError(f"block {block} is published under another key already")
+        index = self._index
+        stored = []
+        for block, key in zip(listed, keys):
+            if key not in index:
+                index[key] = block
+                self._keys[block] = key
+                stored.append(block)
+        self._published[stored] = True
+        self.stats.published += len(stored)
+        if self._events is not None:
+            self._events += [BlockStored(block, self._keys[block]) for block in stored]
+
+    def reset(self) -> int:
+        """Forget the keys of all cached blocks, which become blank. Referenced blocks keep theirs.
+
+        Returns how many keys are left because their blocks are referenced: 0 says that the index is empty.
+        """
+        blocks = self._cached.pop(len(self._cached))
+        self._forget(blocks)
+        self._push_blank(blocks)
+        if self._events is not None and not self._index:
+            self._events.append(AllCleared())
+        return len(self._index)
+
+    def events(self) -> list[CacheEvent]:
+        """What happened to the index since the last call, oldest first.
+
+        Raises RuntimeError unless the pool was made with `record_events=True`.
+        """
+        if self._events is None:
+            raise RuntimeError("this pool records no events; make it with record_events=True")
+        drained, self._events = self._events, []
+        return drained
+
+    def check(self) -> None:
+        """Walk every invariant in O(num_blocks); raise IntegrityError with the numbers that disagree."""
+        self._cached.check()
+        blank = self._blank[: self._num_blank]
+        cached = self._cached.blocks()
+        listed = np.bincount(np.concatenate((blank, cached)), minlength=self.num_blocks)
+        expected = (self._refcounts == 0).astype(listed.dtype)
+        wrong = np.flatnonzero(listed != expected)
+        require(
+            wrong.size == 0,
+            f"blocks {wrong.tolist()} with {self._refcounts[wrong].tolist()} references are "
+            f"{listed[wrong].tolist()} times on a free list",
+        )
+        require(bool((self._refcounts >= 0).all()), "a reference count is below zero")
+        require(not self._published[blank].any(), "a blank block answers to a key")
+        require(bool(self._published[cached].all()), "a cached block answers to no key")
+        keyed = {block: key for block, key in enumerate(self._keys) if key != _NO_KEY}
+        marked = set(np.flatnonzero(self._published).tolist())
+        odd = sorted(marked ^ keyed.keys())
+        require(not odd, f"blocks {odd} are marked as published without a key, or have one without the mark")
+        require(len(self._index) == len(keyed), f"{len(self._index)} keys lead to {len(keyed)} blocks")
+        lost = [block for block, key in keyed.items() if self._index.get(key) != block]
+        require(not lost, f"the keys of blocks {lost} lead to others or nowhere")
+
+    def _forget(self, blocks: NDArray[np.int32]) -> None:
+        self._published[blocks] = False
+        index, keys = self._index, self._keys
+        forgotten = blocks.tolist()
+        if self._events is not None:
+            self._events += [BlockRemoved(block, keys[block]) for block in forgotten]
+        for block in forgotten:
+            del index[keys[block]]
+            keys[block] = _NO_KEY
+
+    def _push_blank(self, blocks: NDArray[np.int32]) -> None:
+        end = self._num_blank + blocks.size
+        self._blank[self._num_blank : end] = blocks
+        self._num_blank = end
+
+    def _distinct(self, blocks: ArrayLike) -> NDArray[np.int32]:
+        """`blocks` as int32 [n]; ValueError if one is no block of this pool or is named twice."""
+        ids = np.asarray(blocks, np.int32)
+        if ids.ndim != 1:
+            raise ValueError(f"block ids come as a list or a 1-d array, not with shape {ids.shape}")
+        if ids.size == 0:
+            return ids
+        # Read as unsigned, a negative id is larger than any block.
+        if ids.view(np.uint32).max() >= self.num_blocks:
+            raise ValueError(f"block ids go from 0 to {self.num_blocks - 1}, not {ids.min()} to {ids.max()}")
+        # Each id takes its seat; one that finds another sitting there has been named twice.
+        numbers = np.arange(ids.size, dtype=np.int32)
+        self._seat[ids] = numbers
+        seated = self._seat[ids] == numbers
+        if not seated.all():
+            raise ValueError(f"blocks {ids[~seated].tolist()} are named more than once")
+        return ids

@@ -1,0 +1,150 @@
+"""Which block holds which part of which row: the block table that attention reads."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvblocks.errors import require
+from kvblocks.pool import BlockPool
+
+
+class Changes(NamedTuple):
+    """Table entries that were set: `array[rows[i], indices[i]] == blocks[i]`; each int32 [n]."""
+
+    rows: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+
+
+class BlockTables:
+    """A row's tokens `i * block_size` to `(i + 1) * block_size - 1` live in block `array[row, i]`.
+
+        block_size 4       array                counts
+        row 0, 9 tokens    [ 5 |  2 |  7 | -1 ]     3      token 8 is in block 7, at offset 0
+        row 1, empty       [-1 | -1 | -1 | -1 ]     0
+
+    A row's table is append-only: an entry, once set, stays until the row is freed. That is why whoever keeps
+    a copy of the tables need only be told of new entries, and why "new since the last drain" is one number a
+    row.
+
+    `array` is int32 [max_rows, max_blocks], -1 where unused; `counts` is int32 [max_rows]. Read them, and
+    leave the writing to the methods.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, max_rows: int, max_blocks: int) -> None:
+        if min(block_size, max_rows, max_blocks) < 1:
+            raise ValueError(f"{block_size=}, {max_rows=} and {max_blocks=} must each be at least 1")
+        if max_blocks * block_size >= 2**31:
+            raise ValueError(f"{max_blocks} blocks of {block_size} tokens overflow a 32-bit length")
+        self.pool = pool
+        self.block_size = block_size
+        self.max_rows = max_rows
+        self.max_blocks = max_blocks
+        self.array = np.full((max_rows, max_blocks), -1, np.int32)
+        self.counts = np.zeros(max_rows, np.int32)
+        self._drained = np.zeros(max_rows, np.int32)
+
+    def attach(self, row: int, blocks: ArrayLike) -> None:
+        """Begin the empty `row` with `blocks` (int [n]), whose references become the row's."""
+        self._check_row(row)
+        ids = np.asarray(blocks, np.int32)
+        if self.counts[row]:
+            raise ValueError(f"row {row} holds {self.counts[row]} blocks already")
+        if ids.size > self.max_blocks:
+            raise ValueError(f"{ids.size} blocks do not fit a row of {self.max_blocks}")
+        self.array[row, : ids.size] = ids
+        self.counts[row] = ids.size
+
+    def needed(self, rows: ArrayLike, lengths: ArrayLike) -> int:
+        """How many blocks `grow` would allocate."""
+        return int(self._missing(rows, lengths)[1].sum())
+
+    def grow(self, rows: ArrayLike, lengths: ArrayLike) -> None:
+        """Give each of `rows` (int [n], distinct) the blocks for `lengths` (int [n]) tokens in all.
+
+        Only rows that cross a block boundary cost anything. Raises OutOfBlocks, or ValueError for a length
+        beyond `max_blocks`; nothing has changed then.
+        """
+        growing, missing = self._missing(rows, lengths)
+        if growing.size == 0:
+            return
+        starts = self.counts[growing]
+        self._check_growth(growing, starts + missing)
+        blocks = self.pool.allocate(int(missing.sum()))
+        self.array[_spread(growing, starts, missing)] = blocks
+        self.counts[growing] = starts + missing
+
+    def blocks(self, rows: ArrayLike, starts: ArrayLike, ends: ArrayLike) -> NDArray[np.int32]:
+        """Entries `starts[i]` to `ends[i] - 1` of each of `rows` (int [n]), one row after another, int32."""
+        starts = np.asarray(starts)
+        return self.array[_spread(np.asarray(rows), starts, np.asarray(ends) - starts)]
+
+    def free(self, row: int) -> None:
+        """Release the row's blocks and leave the row empty."""
+        self._check_row(row)
+        held = self.array[row, : self.counts[row]]
+        self.pool.release(held)
+        held[:] = -1
+        self.counts[row] = 0
+        self._drained[row] = 0
+
+    def drain_changes(self) -> Changes:
+        """The entries set since the last call, by row and index, of rows that have not been freed since."""
+        rows = np.flatnonzero(self.counts > self._drained)
+        starts = self._drained[rows]
+        self._drained[rows] = self.counts[rows]
+        of, indices = _spread(rows, starts, self.counts[rows] - starts)
+        return Changes(of.astype(np.int32), indices.astype(np.int32), self.array[of, indices])
+
+    def check(self) -> None:
+        """Walk every invariant of the tables; raise IntegrityError with the numbers that disagree."""
+        rows, indices = _spread(np.arange(self.max_rows), np.zeros_like(self.counts), self.counts)
+        blocks = self.array[rows, indices]
+        entries = int(np.count_nonzero(self.array != -1))
+        require(entries == blocks.size, f"tables have {entries} entries and count {blocks.size}")
+        known = (blocks >= 0) & (blocks < self.pool.num_blocks)
+        require(bool(known.all()), f"tables name the blocks {blocks[~known].tolist()}, which do not exist")
+        twice = blocks.size - np.unique(rows * self.pool.num_blocks + blocks).size
+        require(twice == 0, f"{twice} times a row has a block more than once")
+        holders = np.bincount(blocks, minlength=self.pool.num_blocks)
+        short = np.flatnonzero(holders > self.pool.refcounts)
+        require(
+            short.size == 0,
+            f"blocks {short.tolist()} are in {holders[short].tolist()} rows "
+            f"with {self.pool.refcounts[short].tolist()} references",
+        )
+        ahead = np.flatnonzero(self._drained > self.counts)
+        require(ahead.size == 0, f"rows {ahead.tolist()} have drained more entries than they hold")
+
+    def _missing(
+        self, rows: ArrayLike, lengths: ArrayLike
+    ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+        """The rows whose length passes the end of their blocks, and how many blocks each lacks."""
+        rows = np.asarray(rows, np.intp)
+        lengths = np.asarray(lengths)
+        crossing = np.flatnonzero(lengths > self.counts[rows] * self.block_size)
+        growing = rows[crossing]
+        return growing, -(-lengths[crossing] // self.block_size) - self.counts[growing]
+
+    def _check_growth(self, rows: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
+        if rows.min() < 0:
+            raise ValueError(f"rows go from 0 to {self.max_rows - 1}, not from {rows.min()}")
+        if np.unique(rows).size < rows.size:
+            raise ValueError("a row is to grow twice in one call")
+        if counts.max() > self.max_blocks:
+            row = rows[counts.argmax()]
+            raise ValueError(f"row {row} would need {counts.max()} blocks, a row holds {self.max_blocks}")
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.max_rows:
+            raise ValueError(f"rows go from 0 to {self.max_rows - 1}, not {row}")
+
+
+def _spread(
+    rows: NDArray[np.integer], starts: NDArray[np.integer], counts: NDArray[np.integer]
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """Row and index of the entries `starts[i]` to `starts[i] + counts[i] - 1` of each row, in order."""
+    before = np.cumsum(counts) - counts
+    indices = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return np.repeat(rows, counts), indices
