@@ -1,0 +1,224 @@
+"""Linear layers against one unsharded torch linear.
+
+What one rank holds is tested here without processes, by making the layer of every rank in turn; what ranks
+work out together is in the functions `ranks_…`, which conftest.py runs in real processes.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from collectives import ColumnParallelLinear, Communicator, LocalCommunicator, RowParallelLinear
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[result.dtype]
+    torch.testing.assert_close(result.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def merged_linear(
+    comm: Communicator, parts: list[int], units: list[int] | None, gather: bool, dtype: torch.dtype
+):
+    """A layer of 16 inputs with all parts loaded, and the full weight and bias of the merged projection."""
+    layer = ColumnParallelLinear(
+        16, parts, bias=True, comm=comm, gather_output=gather, units=units, dtype=dtype
+    )
+    weights = [draw(part, 16, seed=1 + i) / 4 for i, part in enumerate(parts)]
+    biases = [draw(part, seed=11 + i) for i, part in enumerate(parts)]
+    for part, (weight, bias) in enumerate(zip(weights, biases)):
+        layer.load_weight(weight, part)
+        layer.load_bias(bias, part)
+    return layer, torch.cat(weights), torch.cat(biases)
+
+
+def test_on_every_rank(check, ranks):
+    ranks.assert_passed(check)
+
+
+def ranks_column_then_row_is_an_unsharded_mlp(comm: Communicator):
+    # 3 hidden features leave a rank of four with none; 37 come uneven; no tokens at all must work too.
+    for hidden in (32, 37, 3):
+        up, down, up_bias, down_bias = (
+            draw(hidden, 16),
+            draw(16, hidden, seed=1),
+            draw(hidden, seed=2),
+            draw(16, seed=3),
+        )
+        for tokens in (5, 1, 0):
+            x = draw(2, tokens, 16, seed=4) / 4
+            expected = F.linear(F.silu(F.linear(x, up, up_bias)), down / 4, down_bias)
+            for dtype in (torch.float32, torch.bfloat16):
+                column = ColumnParallelLinear(16, hidden, bias=True, comm=comm, dtype=dtype)
+                row = RowParallelLinear(hidden, 16, bias=True, comm=comm, dtype=dtype)
+                column.load_weight(up)
+                column.load_bias(up_bias)
+                row.load_weight(down / 4)
+                row.load_bias(down_bias)
+                assert column.missing() + row.missing() == []
+                assert_close(row(F.silu(column(x.to(dtype)))), expected)
+
+
+def ranks_unreduced_rows_sum_to_the_output_with_one_bias(comm: Communicator):
+    weight, bias, x = draw(6, 10), draw(6, seed=1), draw(3, 10, seed=2)
+    row = RowParallelLinear(10, 6, bias=True, comm=comm, reduce=False)
+    row.load_weight(weight)
+    row.load_bias(bias)
+    mine = x.tensor_split(comm.size, -1)[comm.rank]
+    assert_close(comm.all_reduce(row(mine)), F.linear(x, weight, bias))
+
+
+def ranks_gathered_parts_are_whole_and_in_order(comm: Communicator):
+    x = draw(2, 3, 16, seed=9)
+    cases = [
+        ([24], None),
+        ([13], None),  # uneven
+        ([2], None),  # fewer features than ranks
+        ([7, 9], None),
+        ([16, 4, 4], [8, 2, 2]),  # a key head for two ranks of four
+        ([16, 2, 2], [8, 1, 1]),
+        ([6], [1]),  # replicated everywhere
+    ]
+    for parts, units in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            layer, weight, bias = merged_linear(comm, parts, units, True, dtype)
+            assert_close(layer(x.to(dtype)), F.linear(x, weight, bias))
+
+
+def ranks_attention_heads_meet_their_key_head(comm: Communicator):
+    # 8 query heads of 2 features, and 2 key heads: query heads 0 to 3 attend to key head 0.
+    x = draw(3, 16, seed=9)
+    layer, weight, bias = merged_linear(comm, [16, 4, 4], [8, 2, 2], False, torch.float32)
+    query, key, value = F.linear(x, weight, bias).split([16, 4, 4], -1)
+    heads = {2: [(0, 4, 0), (4, 8, 1)], 4: [(0, 2, 0), (2, 4, 0), (4, 6, 1), (6, 8, 1)]}[comm.size]
+    first, last, key_head = heads[comm.rank]
+    my_query, my_key, my_value = layer(x).split(layer.local_parts, -1)
+    assert_close(my_query, query[:, 2 * first : 2 * last])
+    assert_close(my_key, key[:, 2 * key_head : 2 * key_head + 2])
+    assert_close(my_value, value[:, 2 * key_head : 2 * key_head + 2])
+
+
+def test_each_part_is_cut_by_itself(seat):
+    gate, up = torch.arange(6.0).view(6, 1), torch.arange(10.0, 15.0).view(5, 1)
+    held = []
+    for rank in range(2):
+        layer = ColumnParallelLinear(1, [6, 5], bias=False, comm=seat(rank, 2))
+        layer.load_weight(gate, part=0)
+        layer.load_weight(up, part=1)
+        held.append((layer.local_parts, layer.weight.flatten().tolist()))
+    assert held == [((3, 3), [0, 1, 2, 10, 11, 12]), ((3, 2), [3, 4, 5, 13, 14])]
+
+
+def test_row_shards_are_columns(seat):
+    weight = torch.arange(10.0).view(2, 5)
+    held = []
+    for rank in range(2):
+        layer = RowParallelLinear(5, 2, bias=False, comm=seat(rank, 2))
+        layer.load_weight(weight)
+        held.append(layer.weight.tolist())
+    assert held == [[[0, 1, 2], [5, 6, 7]], [[3, 4], [8, 9]]]
+
+
+def test_one_number_of_units_is_for_all_parts(seat):
+    layer = ColumnParallelLinear(8, [6, 4], units=2, bias=False, comm=seat(3, 4))
+    assert layer.local_parts == (3, 2)
+
+
+def test_heads_that_cannot_be_spread_are_refused_when_the_layer_is_made(seat):
+    with pytest.raises(ValueError, match=r"3 units \(heads\) cannot be given to 2 ranks evenly"):
+        ColumnParallelLinear(12, [12, 12, 12], units=3, bias=False, comm=seat(0, 2))
+    with pytest.raises(ValueError, match=r"2 units \(heads\) must be a multiple of the 4 ranks"):
+        RowParallelLinear(12, 12, units=2, bias=False, comm=seat(0, 4))
+    with pytest.raises(
+        ValueError, match=r"units \[2, 1\] must have one entry for each of the parts \[4, 2, 2\]"
+    ):
+        ColumnParallelLinear(8, [4, 2, 2], units=[2, 1], bias=False, comm=seat(0, 2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_alone_forward_is_one_matmul_and_nothing_else(bias):
+    comm = LocalCommunicator()
+    layers = [
+        ColumnParallelLinear(4, [3, 2], bias=bias, comm=comm, gather_output=True),
+        RowParallelLinear(4, 5, bias=bias, comm=comm),
+    ]
+    for layer in layers:
+        calls, x, y = [], draw(2, 4), draw(2, 5)
+
+        def record(*arguments, calls=calls, y=y):
+            calls.append(arguments)
+            return y
+
+        layer.matmul = record
+        assert layer(x) is y
+        assert len(calls) == 1
+        assert calls[0][0] is x and calls[0][1] is layer.weight and calls[0][2] is layer.bias
+        assert (layer.bias is not None) == bias
+
+
+def test_a_kernel_can_take_the_place_of_the_matrix_product():
+    layer = RowParallelLinear(4, 3, bias=False, comm=LocalCommunicator())
+    weight, x = draw(3, 4), draw(2, 4, seed=2)
+    layer.load_weight(weight)
+    layer.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
+    layer.matmul = lambda x, weight, bias: x @ weight
+    assert_close(layer(x), F.linear(x, weight))
+
+
+def test_missing_names_what_was_not_loaded():
+    merged = ColumnParallelLinear(4, [3, 2], bias=True, comm=LocalCommunicator())
+    assert merged.missing() == ["weight[0]", "weight[1]", "bias[0]", "bias[1]"]
+    merged.load_weight(draw(2, 4), part=1)
+    merged.load_bias(draw(3), part=0)
+    assert merged.missing() == ["weight[0]", "bias[1]"]
+    merged.load_weight(draw(2, 4), part=1)
+    assert merged.missing() == ["weight[0]", "bias[1]"]
+
+    assert ColumnParallelLinear(4, 3, bias=False, comm=LocalCommunicator()).missing() == ["weight"]
+    row = RowParallelLinear(4, 3, bias=True, comm=LocalCommunicator())
+    row.load_weight(draw(3, 4))
+    assert row.missing() == ["bias"]
+
+
+def test_wrong_shapes_are_refused_with_both_shapes_and_load_nothing(seat):
+    column = ColumnParallelLinear(4, [6, 2], bias=True, comm=seat(1, 2))
+    with pytest.raises(
+        ValueError, match=r"ColumnParallelLinear weight\[1\]: expected shape \[2, 4\], got \[6, 4\]"
+    ):
+        column.load_weight(draw(6, 4), part=1)
+    with pytest.raises(ValueError, match=r"bias\[0\]: expected shape \[6\], got \[3\]"):
+        column.load_bias(draw(3))
+    with pytest.raises(ValueError, match=r"part must be in \[0, 2\) for parts \(6, 2\), got 2"):
+        column.load_weight(draw(6, 4), part=2)
+    assert len(column.missing()) == 4
+
+    row = RowParallelLinear(6, 4, bias=False, comm=seat(1, 2))
+    with pytest.raises(ValueError, match=r"RowParallelLinear weight: expected shape \[4, 6\], got \[4, 3\]"):
+        row.load_weight(draw(4, 3))
+    with pytest.raises(ValueError, match="RowParallelLinear was made without a bias"):
+        row.load_bias(draw(4))
+
+
+def test_parameters_follow_the_default_dtype_and_device_or_those_given():
+    with torch.device("meta"):
+        layer = ColumnParallelLinear(4, 3, bias=True, comm=LocalCommunicator(), dtype=torch.bfloat16)
+    assert [p.device.type for p in layer.parameters()] == ["meta", "meta"]
+    assert [p.dtype for p in layer.parameters()] == [torch.bfloat16, torch.bfloat16]
+    assert not any(p.requires_grad for p in layer.parameters())
+    assert RowParallelLinear(4, 3, bias=False, comm=LocalCommunicator()).weight.dtype == torch.float32
+    given = RowParallelLinear(4, 3, bias=False, comm=LocalCommunicator(), device="meta")
+    assert given.weight.device.type == "meta"
+
+
+def test_loading_converts_to_the_dtype_of_the_layer_and_records_no_gradient():
+    layer = ColumnParallelLinear(4, 3, bias=False, comm=LocalCommunicator(), dtype=torch.bfloat16)
+    full = draw(3, 4).requires_grad_()
+    layer.load_weight(full)
+    assert torch.equal(layer.weight, full.detach().to(torch.bfloat16))
+    assert not layer.weight.requires_grad
