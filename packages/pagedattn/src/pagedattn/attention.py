@@ -1,0 +1,137 @@
+"""Storing keys and values in a paged cache, and attention over it."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedattn.backends import ScoreOptions, backend_name, load_backend
+from pagedattn.batch import AttentionBatch
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Store new tokens' keys and values in one layer's cache, in place.
+
+    `key` and `value` are `[tokens, kv_heads, head_dim]` of the cache's dtype, `cache` is
+    `[num_blocks, 2, kv_heads, block_size, head_dim]`, `slots` int64 `[tokens]` (block · block_size +
+    offset; -1 stores nothing). No slot may occur twice. Raises ValueError when shapes, dtypes or
+    devices do not fit together.
+    """
+    _check_cache(cache)
+    expected = (slots.shape[0], cache.shape[2], cache.shape[4])
+    if key.shape != expected or value.shape != expected:
+        raise ValueError(
+            f"key and value must be [tokens, kv_heads, head_dim] = {expected}, "
+            f"not {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if key.dtype != cache.dtype or value.dtype != cache.dtype:
+        raise ValueError(f"key is {key.dtype}, value {value.dtype}, the cache {cache.dtype}")
+    if slots.dtype != torch.int64:
+        raise ValueError(f"slots must be torch.int64, not {slots.dtype}")
+    _check_device(cache.device, key=key, value=value, slots=slots)
+    if expected[0]:
+        load_backend(backend_name(cache.device, backend)).write_kv(key, value, cache, slots)
+
+
+def attend(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Causal attention of new tokens over their sequences' cached keys and values.
+
+    `query` is `[tokens, q_heads, head_dim]` and `cache` `[num_blocks, 2, kv_heads, block_size,
+    head_dim]`, of one dtype; `q_heads` is a multiple of `kv_heads`, and query head h reads KV head
+    `h // (q_heads // kv_heads)`. The new tokens' own keys and values must have been written.
+    Returns `[tokens, q_heads, head_dim]`, in `out` when given.
+
+    The score of query position p against key position j ≤ p is `scale` · q·k, then
+
+    - `soft_cap` c: c · tanh(score / c);
+    - `alibi_slopes` `[q_heads]`: + slope · (j - p);
+    - `window` w: only the w newest positions, p - w < j ≤ p, count; older blocks are not read;
+    - `sinks` `[q_heads]`: a logit a head that joins the softmax's denominator and has no value.
+
+    `backend` overrides OCTAVO_ATTENTION_BACKEND, which overrides the device's default. Raises
+    ValueError when shapes, dtypes or devices do not fit together or the back end's name is unknown,
+    BackendUnavailable when it cannot run here.
+    """
+    _check_cache(cache)
+    _check_query(query, cache, batch)
+    _check_options(query, window, soft_cap, alibi_slopes, sinks)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    elif out.shape != query.shape or out.dtype != query.dtype or out.device != query.device:
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+            f"query {tuple(query.shape)} {query.dtype} on {query.device}"
+        )
+    if query.shape[0]:
+        options = ScoreOptions(scale, window, soft_cap, alibi_slopes, sinks)
+        load_backend(backend_name(cache.device, backend)).attend(query, cache, batch, options, out)
+    return out
+
+
+def _check_cache(cache: torch.Tensor) -> None:
+    if cache.ndim != 5 or cache.shape[1] != 2 or not cache.is_contiguous():
+        raise ValueError(
+            "cache must be one layer's contiguous [num_blocks, 2, kv_heads, block_size, head_dim], "
+            f"not {tuple(cache.shape)} with strides {cache.stride()}"
+        )
+
+
+def _check_query(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:
+    kv_heads, block_size, head_dim = cache.shape[2:]
+    if query.ndim != 3 or query.shape[0] != batch.num_tokens or query.shape[2] != head_dim:
+        raise ValueError(
+            f"query must be [tokens, q_heads, head_dim] = [{batch.num_tokens}, …, {head_dim}], "
+            f"not {list(query.shape)}"
+        )
+    if query.shape[1] == 0 or query.shape[1] % kv_heads:
+        raise ValueError(f"{query.shape[1]} query heads do not divide among {kv_heads} KV heads")
+    if query.dtype != cache.dtype:
+        raise ValueError(f"query is {query.dtype}, the cache {cache.dtype}")
+    _check_device(cache.device, query=query, batch=batch.lengths)
+    if batch.max_length > batch.block_table.shape[1] * block_size:
+        raise ValueError(
+            f"max_length {batch.max_length} does not fit {batch.block_table.shape[1]} "
+            f"block_table columns of {block_size} tokens"
+        )
+
+
+def _check_options(
+    query: torch.Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 or None, not {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be above 0 or None, not {soft_cap}")
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is not None:
+            if per_head.shape != query.shape[1:2]:
+                raise ValueError(f"{name} must be [{query.shape[1]}], not {list(per_head.shape)}")
+            _check_device(query.device, **{name: per_head})
+
+
+def _check_device(device: torch.device, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, the cache on {device}")

@@ -1,0 +1,56 @@
+"""What a paged KV cache looks like in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of a KV cache, all but its number of blocks.
+
+    One layer's cache is a tensor `[num_blocks, 2, kv_heads, block_size, head_dim]`: keys at `[:, 0]`,
+    values at `[:, 1]`. A block of one head is a contiguous `[block_size, head_dim]` tile, so that
+    attention over one KV head streams whole tiles.
+
+    Raises ValueError for sizes below 1 and for dtypes other than float32, float16 and bfloat16.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(f"a KV cache holds float32, float16 or bfloat16, not {self.dtype}")
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """One block of one layer: `[2, kv_heads, block_size, head_dim]`."""
+        return (2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes over all layers, keys and values together."""
+        elements = 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return self.num_layers * elements * self.dtype.itemsize
+
+
+def allocate(layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A zeroed cache `[layers, num_blocks, 2, kv_heads, block_size, head_dim]` of `layout.dtype`.
+
+    `cache[layer]` is what `write_kv` and `attend` take.
+    """
+    if num_blocks < 1:
+        raise ValueError(f"a cache needs at least one block, not {num_blocks}")
+    shape = (layout.num_layers, num_blocks, *layout.block_shape)
+    return torch.zeros(shape, dtype=layout.dtype, device=device)

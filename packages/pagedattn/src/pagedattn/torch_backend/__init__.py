@@ -1,0 +1,61 @@
+"""Paged attention in plain torch: the oracle for the other back ends, and the one that runs anywhere."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedattn.backends import ScoreOptions
+from pagedattn.batch import AttentionBatch
+from pagedattn.torch_backend.decode import attend_decodes
+from pagedattn.torch_backend.prefill import Span, attend_span
+
+__all__ = ["attend", "write_kv"]
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """See `pagedattn.write_kv`."""
+    if slots.min() < 0:
+        kept = (slots >= 0).nonzero().squeeze(1)
+        key, value, slots = key[kept], value[kept], slots[kept]
+    block_size = cache.shape[3]
+    by_slot = cache.permute(0, 3, 1, 2, 4)  # [num_blocks, block_size, 2, kv_heads, head_dim]
+    by_slot.index_put_((slots // block_size, slots % block_size), torch.stack((key, value), dim=1))
+
+
+def attend(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+    out: torch.Tensor,
+) -> None:
+    """See `pagedattn.attend`."""
+    if batch.num_decodes:
+        attend_decodes(query, cache, batch, options, out)
+    if batch.num_decodes == batch.num_seqs:
+        return
+    key = ("spans", cache.shape[1:], options.window)
+    spans = batch.memo.get(key)
+    if spans is None:
+        spans = batch.memo[key] = _spans(batch, cache, options.window)
+    for span in spans:
+        if span.length:
+            attend_span(query, cache, span, options, out)
+        else:
+            out[span.start : span.stop] = 0
+
+
+def _spans(batch: AttentionBatch, cache: torch.Tensor, window: int | None) -> list[Span]:
+    """The sequences after the decodes that have queries."""
+    kv_heads, block_size = cache.shape[2:4]
+    heads = torch.arange(2 * kv_heads, device=cache.device).unsqueeze(1)
+    starts, lengths = batch.query_starts.tolist(), batch.lengths.tolist()
+    spans = []
+    for seq in range(batch.num_decodes, batch.num_seqs):
+        start, stop, length = starts[seq], starts[seq + 1], lengths[seq]
+        if start == stop:
+            continue
+        first = 0 if window is None else max(0, length - (stop - start) + 1 - window)
+        blocks = batch.block_table[seq, first // block_size : -(-length // block_size)].long()
+        spans.append(Span(start, stop, first, length, (blocks * (2 * kv_heads) + heads).flatten()))
+    return spans
