@@ -1,0 +1,1 @@
+"""Batch runs of Octavo from the command line."""

@@ -1,0 +1,160 @@
+"""Files in OpenAI's batch format: a request a line in, an answer a line out."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from uuid import uuid4
+
+import msgspec
+
+from enginecore.errors import RequestError
+from enginecore.openai_format import answers, checks, conversion
+from enginecore.openai_format.bodies import ChatBody, CompletionBody, decode
+from octavo_offline.progress import show_progress
+from octavo_offline.running import Job, Result, run_jobs
+
+if TYPE_CHECKING:
+    from enginecore.engine import LLMEngine
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+class Counts(NamedTuple):
+    """How the requests of a batch ended."""
+
+    answered: int
+    failed: int
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Identified(msgspec.Struct):
+    custom_id: Any = None
+
+
+class _Key(NamedTuple):
+    """What an answer needs to know of its request."""
+
+    custom_id: str
+    head: answers.Head
+    body: ChatBody | CompletionBody
+
+
+def run_batch(
+    engine: "LLMEngine",
+    names: Sequence[str],
+    source: Iterable[bytes],
+    out: BinaryIO,
+    total: int | None = None,
+) -> Counts:
+    """Run the request on each line of `source` and write an answer line for each to `out` as it finishes.
+
+    A line that cannot be run gets an answer line with its error, and the others run. `names` are those by
+    which a request may call the model; `total`, the number of lines, is for the progress bar.
+    """
+    writer = _Writer(engine, out)
+    with show_progress(total) as progress:
+        for result in run_jobs(engine, _jobs(engine, names, source, writer), progress):
+            if result.error is None:
+                writer.answer(result)
+            else:
+                writer.fail(result.job.key.custom_id, result.error)
+    return Counts(writer.answered, writer.failed)
+
+
+class _Writer:
+    def __init__(self, engine: "LLMEngine", out: BinaryIO) -> None:
+        self.answered = 0
+        self.failed = 0
+        self._out = out
+        tokenizer = engine.frontend.tokenizer
+        self._vocabulary = answers.NoVocabulary() if tokenizer is None else tokenizer
+
+    def answer(self, result: Result) -> None:
+        """Write the answer to a job that ran."""
+        custom_id, head, body = result.job.key
+        if isinstance(body, ChatBody):
+            content = answers.chat_answer(head, body, result.outputs[0], self._vocabulary)
+        else:
+            content = answers.completion_answer(head, body, result.outputs, self._vocabulary)
+        self.answered += 1
+        self._write(custom_id, 200, head.id, content)
+
+    def fail(self, custom_id: Any, error: RequestError) -> None:
+        """Write why a request was not run."""
+        status = 404 if isinstance(error, checks.ModelNotFound) else 400
+        content = answers.error_answer(status, str(error), error.param)
+        self.failed += 1
+        self._write(custom_id, status, f"req-{uuid4().hex}", content)
+
+    def _write(self, custom_id: Any, status: int, request_id: str, body: dict[str, Any]) -> None:
+        error = body.get("error")
+        line = {
+            "id": f"batch_req_{uuid4().hex}",
+            "custom_id": custom_id,
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+            "error": None if error is None else {"code": error["type"], "message": error["message"]},
+        }
+        self._out.write(msgspec.json.encode(line) + b"\n")
+        self._out.flush()
+
+
+def _jobs(
+    engine: "LLMEngine", names: Sequence[str], source: Iterable[bytes], writer: _Writer
+) -> Iterator[Job]:
+    for line in source:
+        if not line.strip():
+            continue
+        custom_id = None
+        try:
+            custom_id = decode(line, _Identified).custom_id
+            yield _read(engine, names, decode(line, _Line))
+        except RequestError as error:
+            writer.fail(custom_id, error)
+
+
+def _read(engine: "LLMEngine", names: Sequence[str], line: _Line) -> Job:
+    if line.method != "POST":
+        raise RequestError(f"method must be POST, got {line.method!r:.80}", "method")
+    if line.url not in (COMPLETIONS, CHAT):
+        raise RequestError(f"url must be {COMPLETIONS} or {CHAT}, got {line.url!r:.80}", "url")
+    model = checks.model_name(line.body, names)
+    most = engine.config.max_logprobs
+    if line.url == CHAT:
+        return _chat_job(engine, line.custom_id, model, checks.read_chat(line.body, most))
+    return _completion_job(engine, line.custom_id, model, checks.read_completion(line.body, most))
+
+
+def _chat_job(engine: "LLMEngine", custom_id: str, model: str, body: ChatBody) -> Job:
+    _refuse_streaming(body)
+    prompt = engine.frontend.prepare_chat(body.messages, **conversion.template_options(body))
+    key = _Key(custom_id, _head("chatcmpl", model), body)
+    return Job(key, [prompt], [conversion.chat_params(body)], body.priority or 0, body.cache_salt)
+
+
+def _completion_job(engine: "LLMEngine", custom_id: str, model: str, body: CompletionBody) -> Job:
+    _refuse_streaming(body)
+    params = conversion.completion_params(body)
+    texts = conversion.completion_prompts(body.prompt)
+    conversion.check_choices(len(texts), body.samples)
+    special = body.add_special_tokens is not False
+    prompts = [engine.frontend.prepare_prompt(text, add_special_tokens=special) for text in texts]
+    limit = engine.core.ready.max_model_len
+    each = [conversion.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
+    key = _Key(custom_id, _head("cmpl", model), body)
+    return Job(key, prompts, each, body.priority or 0, body.cache_salt)
+
+
+def _refuse_streaming(body: ChatBody | CompletionBody) -> None:
+    if body.stream:
+        raise RequestError("a request of a batch cannot stream: leave stream out", "stream")
+
+
+def _head(prefix: str, model: str) -> answers.Head:
+    return answers.Head(f"{prefix}-{uuid4().hex}", int(time.time()), model)

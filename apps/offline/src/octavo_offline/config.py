@@ -1,0 +1,84 @@
+"""What a run does and how it samples; the engine's options are in `enginecore.config`."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from enginecore.errors import ConfigError
+from enginecore.sampling.params import RequestOutputKind, SamplingParams
+
+DEFAULT_MAX_TOKENS = 128
+
+
+def _option(default: Any, text: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": text, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to run. Raises ConfigError when it is nothing, or two things at once."""
+
+    prompt: tuple[str, ...] = _option((), "a prompt to continue; may be given again", repeat=True)
+    chat: bool = _option(False, "each prompt is a user's message to answer")
+    system: str | None = _option(None, "system message before each prompt; needs --chat")
+    input: str | None = _option(None, "file of requests in OpenAI's batch format (JSON lines); - for stdin")
+    output: str | None = _option(None, "file for the answers to --input; default: stdout, also as -")
+    served_model_name: tuple[str, ...] = _option(
+        (), "names by which requests of --input may call the model; default: MODEL as given"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the prompts of --prompt are sampled; requests of --input bring their own parameters.
+
+    Raises ConfigError when a value is out of range.
+    """
+
+    max_tokens: int | None = _option(
+        None, f"most tokens of an answer; default: {DEFAULT_MAX_TOKENS}, or what there is room for"
+    )
+    min_tokens: int = _option(0, "fewest tokens of an answer")
+    n: int = _option(1, "answers to each prompt")
+    temperature: float = _option(1.0, "randomness; 0 always takes the likeliest token")
+    top_p: float = _option(1.0, "choose among the likeliest tokens that together have this probability")
+    top_k: int = _option(0, "choose among this many likeliest tokens; 0: all")
+    min_p: float = _option(0.0, "leave out tokens less likely than this share of the likeliest")
+    presence_penalty: float = _option(0.0, "lower the logits of tokens in the answer so far")
+    frequency_penalty: float = _option(0.0, "the same, for each time they occur")
+    repetition_penalty: float = _option(1.0, "divide the logits of tokens in prompt and answer")
+    stop: tuple[str, ...] = _option((), "text that ends an answer; may be given again", repeat=True)
+    ignore_eos: bool = _option(False, "go on after an end-of-sequence token")
+
+    def __post_init__(self) -> None:
+        self.params(self.max_tokens)
+
+    def params(self, max_tokens: int | None) -> SamplingParams:
+        """Return the sampling parameters with that many tokens at most."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values |= {"max_tokens": max_tokens, "stop": list(self.stop)}
+        try:
+            return SamplingParams(**values, output_kind=RequestOutputKind.FINAL_ONLY)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def given(self) -> list[str]:
+        """Return the names of what differs from the defaults."""
+        return [entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default]
+
+
+def check_run(run: RunConfig, sampling: SamplingConfig) -> None:
+    """Raise ConfigError when there is nothing to run, or an option that would have no effect."""
+    if bool(run.prompt) == (run.input is not None):
+        raise ConfigError("give either prompts (--prompt TEXT) or a batch (--input FILE)")
+    if run.input is not None and sampling.given():
+        raise ConfigError(f"{sampling.given()[0]} is for --prompt; requests of --input bring their own")
+    without_effect = {
+        "chat": run.chat and run.input is not None,
+        "system": run.system is not None and not run.chat,
+        "output": run.output is not None and run.input is None,
+        "served_model_name": bool(run.served_model_name) and run.input is None,
+    }
+    needs = {"chat": "--prompt", "system": "--chat"}
+    for name, is_without in without_effect.items():
+        if is_without:
+            raise ConfigError(f"{name} needs {needs.get(name, '--input')}")

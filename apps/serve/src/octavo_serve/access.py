@@ -1,0 +1,29 @@
+"""Who may call the server: the API key."""
+
+import secrets
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo_serve.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""For supervisors and scrapers, which hold no key."""
+
+
+class KeyGuard:
+    """Lets a request pass when it carries `key` as its bearer token, or asks for an open path."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._carries_key(scope):
+            await self._app(scope, receive, send)
+        else:
+            error = ApiError(401, "a valid API key is needed: send the header `Authorization: Bearer KEY`")
+            await error.response()(scope, receive, send)
+
+    def _carries_key(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return secrets.compare_digest(given, self._expected)

@@ -1,0 +1,193 @@
+"""Turn a request's outputs into server-sent events.
+
+This runs for every token, so events are joined from bytes that were made once for the request.
+"""
+
+from typing import Any
+
+import msgspec
+
+from enginecore.openai_format.answers import (
+    Head,
+    Vocabulary,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_text,
+    usage,
+    without_new_tokens,
+)
+from enginecore.openai_format.bodies import Body, ChatBody, CompletionBody
+from enginecore.outputs import CompletionOutput, RequestOutput
+from octavo_serve.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+
+_RUNNING = b',"finish_reason":null}'
+_encode = msgspec.json.Encoder().encode
+
+
+class _Choice:
+    """How far a choice has come."""
+
+    __slots__ = ("finished", "offset")
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.offset = 0
+        """Characters of the choice's text that have logprobs."""
+
+
+class Chunks:
+    """Encodes the outputs of one request, which come with DELTA, as chunks of its stream."""
+
+    kind: str
+    """The chunks' `object`."""
+
+    def __init__(self, head: Head, body: Body, prompt_tokens: int, prompts: int) -> None:
+        """`prompt_tokens` is the length of all `prompts` prompts together."""
+        start = _encode({"id": head.id, "object": self.kind, "created": head.created, "model": head.model})
+        self._start = b"data: " + start[:-1] + b',"choices":['
+        self._continuous = body.continuous_usage
+        self._include_usage = body.include_usage
+        self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        self._cached_tokens = [0] * prompts
+        self._samples = body.samples
+        self._num_choices = prompts * body.samples
+        self._choices: dict[int, _Choice] = {}
+
+    def encode(self, prompt: int, output: RequestOutput) -> bytes:
+        """Return the events for an output of prompt number `prompt`; empty when there is nothing to tell."""
+        if output.num_cached_tokens:
+            self._cached_tokens[prompt] = output.num_cached_tokens
+        events = []
+        for sample in output.outputs:
+            index = prompt * self._samples + sample.index
+            choice = self._choices.get(index)
+            if choice is None:
+                choice = self._choices[index] = _Choice()
+                events += self._opening(index, choice, output)
+            if not choice.finished:
+                self._completion_tokens += len(sample.token_ids)
+                self._append(events, index, choice, sample)
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Return what follows the last output."""
+        if not self._include_usage:
+            return DONE
+        return self._start + self._usage_tail() + DONE
+
+    def abort(self) -> bytes:
+        """Return the last chunks of the choices that have none yet, ended with "abort"."""
+        events = []
+        for index in range(self._num_choices):
+            choice = self._choices.setdefault(index, _Choice())
+            if not choice.finished:
+                events.append(self._event(index, self._content(""), b"null", _ending("abort", None)))
+        return b"".join(events)
+
+    def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
+        logprobs = self._logprobs(choice, sample)
+        if sample.finish_reason is not None:
+            choice.finished = True
+            ending = _ending(sample.finish_reason, sample.stop_reason)
+        elif sample.text or logprobs != b"null":
+            ending = _RUNNING
+        else:
+            return
+        events.append(self._event(index, self._content(sample.text), logprobs, ending))
+
+    def _event(self, index: int, content: bytes, logprobs: bytes, ending: bytes) -> bytes:
+        tail = self._usage_tail() if self._continuous else self._tail
+        return b"".join(
+            (self._start, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, ending, tail)
+        )
+
+    def _usage_tail(self) -> bytes:
+        counted = usage(self._prompt_tokens, self._completion_tokens, sum(self._cached_tokens))
+        return b'],"usage":' + _encode(counted) + b"}\n\n"
+
+    def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+        """Return the events that come before a choice's first token."""
+        raise NotImplementedError
+
+    def _content(self, text: str) -> bytes:
+        """Return the member of a choice that holds `text`."""
+        raise NotImplementedError
+
+    def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
+        """Return the sample's new logprobs, `null` when none were asked for."""
+        raise NotImplementedError
+
+
+class CompletionChunks(Chunks):
+    """Chunks of /v1/completions."""
+
+    kind = "text_completion"
+
+    def __init__(
+        self, head: Head, body: CompletionBody, prompt_tokens: int, prompts: int, vocabulary: Vocabulary
+    ) -> None:
+        super().__init__(head, body, prompt_tokens, prompts)
+        self._body = body
+        self._vocabulary = vocabulary
+
+    def encode(self, prompt: int, output: RequestOutput) -> bytes:
+        return super().encode(prompt, without_new_tokens(output) if self._body.prompt_alone else output)
+
+    def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+        if not self._body.echo:
+            return []
+        logprobs = b"null"
+        if self._body.logprobs is not None:
+            shape = completion_logprobs(
+                output.prompt_token_ids, output.prompt_logprobs or [], self._vocabulary
+            )
+            choice.offset = sum(map(len, shape["tokens"]))
+            logprobs = _encode(shape)
+        return [self._event(index, self._content(echoed_text(output, self._vocabulary)), logprobs, _RUNNING)]
+
+    def _content(self, text: str) -> bytes:
+        return b'"text":' + _encode(text)
+
+    def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
+        if self._body.logprobs is None or not sample.logprobs:
+            return b"null"
+        shape = completion_logprobs(sample.token_ids, sample.logprobs, self._vocabulary, choice.offset)
+        choice.offset += sum(map(len, shape["tokens"]))
+        return _encode(shape)
+
+
+class ChatChunks(Chunks):
+    """Chunks of /v1/chat/completions."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(self, head: Head, body: ChatBody, prompt_tokens: int, vocabulary: Vocabulary) -> None:
+        super().__init__(head, body, prompt_tokens, 1)
+        self._body = body
+        self._vocabulary = vocabulary
+
+    def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+        return [self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", _RUNNING)]
+
+    def _content(self, text: str) -> bytes:
+        return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'
+
+    def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
+        if not self._body.logprobs or not sample.logprobs:
+            return b"null"
+        return _encode(
+            chat_logprobs(sample.token_ids, sample.logprobs, self._body.top_logprobs or 0, self._vocabulary)
+        )
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return an error as the event that ends a stream which has begun."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def _ending(finish_reason: str, stop_reason: Any) -> bytes:
+    return b',"finish_reason":%b,"stop_reason":%b}' % (_encode(finish_reason), _encode(stop_reason))

@@ -1,0 +1,39 @@
+"""`octavo-serve`: read the options, take the port, then load everything else."""
+
+import signal
+import sys
+
+PROGRAM = "octavo-serve"
+
+
+def main() -> int:
+    """Serve until asked to stop; return 0 then, 1 when the engine died, 2 when it could not start."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    # Imported under the handlers: a signal meanwhile ends the command quietly.
+    from enginecore.options import run_command
+
+    return run_command(PROGRAM, _serve)
+
+
+def _serve() -> int:
+    from enginecore import __version__
+    from enginecore.config import EngineConfig
+    from enginecore.options import OptionParser
+    from octavo_serve.config import ServeConfig
+    from octavo_serve.listening import listen
+
+    description = "Serve a model over HTTP, with OpenAI's API."
+    records = {"engine": EngineConfig, "server": ServeConfig}
+    engine_config, options = OptionParser(PROGRAM, description, __version__, records).read()
+    # Taken before the model and the web framework load: a port in use is known at once.
+    listener = listen(options.host, options.port)
+    from enginecore.async_engine import AsyncEngine
+    from octavo_serve.server import run
+
+    return run(listener, lambda: AsyncEngine(engine_config), options)
+
+
+def _leave(number: int, frame: object) -> None:
+    """End, with the status of an asked stop, when a signal comes before the server handles them itself."""
+    sys.exit(0)

@@ -1,0 +1,110 @@
+"""GET /v1/models, and what clients ask of a model beside generation: POST /tokenize and /detokenize."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from enginecore.errors import RequestError
+from enginecore.openai_format.bodies import Integer, decode
+from enginecore.openai_format.checks import ModelNotFound, check_messages, check_template_kwargs, model_name
+from enginecore.text.tokenizer import NO_TOKENIZER
+from octavo_serve.routes.requests import off_loop, read_body, server_of
+from octavo_serve.state import ServerState
+
+if TYPE_CHECKING:
+    from enginecore.text.tokenizer import Tokenizer
+
+
+class TokenizeBody(msgspec.Struct):
+    """A text, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    """Token ids."""
+
+    tokens: list[Integer]
+
+
+async def list_models(request: Request) -> Response:
+    """List the served model under each of its names."""
+    server = server_of(request)
+    return JSONResponse({"object": "list", "data": [_card(request, name) for name in server.names]})
+
+
+async def show_model(request: Request) -> Response:
+    """Describe the served model under one of its names."""
+    name = request.path_params["name"]
+    if name not in server_of(request).names:
+        raise ModelNotFound(f"there is no model {name!r:.200} here", "model")
+    return JSONResponse(_card(request, name))
+
+
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of a text or of a chat."""
+    server = server_of(request)
+    tokenizer = _tokenizer(server)
+    raw = await read_body(request)
+    model_name(raw, server.names)
+    body = decode(raw, TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        text, special = body.prompt, body.add_special_tokens is not False
+        ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+    else:
+        messages = body.messages or []
+        check_messages(messages)
+        check_template_kwargs(body.chat_template_kwargs)
+        options = dict(body.chat_template_kwargs or {})
+        options["add_generation_prompt"] = body.add_generation_prompt is not False
+        frontend = server.frontend
+        prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(messages, **options))
+        ids = list(prompt.token_ids)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+    return JSONResponse(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """Return the text of token ids."""
+    server = server_of(request)
+    tokenizer = _tokenizer(server)
+    raw = await read_body(request)
+    model_name(raw, server.names)
+    tokens = decode(raw, DetokenizeBody).tokens
+    beyond = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+    if beyond:
+        raise RequestError(
+            f"tokens holds {beyond[0]}, but the vocabulary ends at {tokenizer.vocab_size - 1}", "tokens"
+        )
+    return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+
+
+def _tokenizer(server: ServerState) -> "Tokenizer":
+    tokenizer = server.frontend.tokenizer
+    if tokenizer is None:
+        raise RequestError(NO_TOKENIZER)
+    return tokenizer
+
+
+def _card(request: Request, name: str) -> dict[str, Any]:
+    server = server_of(request)
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "octavo",
+        "root": server.engine.config.model,
+        "parent": None,
+        "max_model_len": server.max_model_len,
+    }

@@ -1,0 +1,41 @@
+"""GET /health, /ping, /version, /load and /metrics."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import enginecore
+from enginecore.metrics import CONTENT_TYPE
+from octavo_serve.errors import ApiError
+from octavo_serve.routes.requests import server_of
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 when requests are taken, 503 while the model loads, at the end, or when the engine died."""
+    trouble = server_of(request).trouble
+    if trouble is not None:
+        raise ApiError(503, trouble)
+    return JSONResponse({"status": "ok"})
+
+
+async def version(request: Request) -> Response:
+    """Return the version."""
+    return JSONResponse({"version": enginecore.__version__})
+
+
+async def load(request: Request) -> Response:
+    """Return how busy the server is: HTTP requests that generate, and the engine's own queues."""
+    server = server_of(request)
+    stats = server.engine.stats
+    return JSONResponse(
+        {
+            "server_load": len(server.generations),
+            "num_requests_running": stats.running,
+            "num_requests_waiting": stats.waiting,
+            "kv_cache_usage": stats.kv_cache_usage,
+        }
+    )
+
+
+async def metrics(request: Request) -> Response:
+    """Return the engine's metrics in Prometheus' text format."""
+    return Response(server_of(request).engine.metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,121 @@
+"""An engine that repeats its prompts: what the offline runs need of `LLMEngine`, and a record of its use.
+
+Each step gives every request one token, the next of its prompt, after which an EOS token ends it.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from enginecore.config import EngineConfig
+from enginecore.errors import RequestError
+from enginecore.messages import EngineStats, Ready
+from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
+from enginecore.sampling.params import SamplingParams
+
+EOS = 257
+
+
+class Prompt(NamedTuple):
+    text: str | None
+    token_ids: list[int]
+
+
+class ByteTokenizer:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in ids if token < 256).decode()
+
+    def token_text(self, token: int) -> str:
+        return self.decode([token])
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+class ByteFrontend:
+    tokenizer = ByteTokenizer()
+
+    def prepare_prompt(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(prompt, list(prompt.encode()))
+        return Prompt(None, prompt)
+
+    def prepare_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> Prompt:
+        return self.prepare_prompt(
+            "|".join(f"{message['role']}:{message['content']}" for message in messages)
+        )
+
+
+class _Request:
+    def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        self.id = request_id
+        self.prompt = prompt
+        self.params = params
+        limit = 10**6 if params.max_tokens is None else params.max_tokens
+        answer = [*prompt.token_ids, EOS][:limit]
+        self.left = answer.copy()
+        self.tokens: list[int] = []
+
+    def output(self) -> RequestOutput:
+        text = ByteTokenizer().decode(self.tokens)
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = [{token: Logprob(-0.5, 1, None)} for token in self.tokens]
+        samples = [
+            CompletionOutput(
+                index,
+                text,
+                self.tokens,
+                logprobs=logprobs,
+                finish_reason="stop" if self.tokens[-1] == EOS else "length",
+            )
+            for index in range(self.params.n)
+        ]
+        return RequestOutput(self.id, self.prompt.text, self.prompt.token_ids, samples, True, 0)
+
+
+class SteppingEngine:
+    def __init__(self, max_num_seqs: int = 4) -> None:
+        self.config = EngineConfig(model="models/tiny", max_num_seqs=max_num_seqs)
+        self.frontend = ByteFrontend()
+        self.core = SimpleNamespace(
+            ready=Ready(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
+        )
+        self.requests: list[tuple[Prompt, SamplingParams, dict[str, Any]]] = []
+        self.aborted: list[str] = []
+        self.most_at_once = 0
+        self.failing: set[str] = set()
+        """Texts of prompts that the core gives up."""
+        self._running: dict[str, _Request] = {}
+        self._generated = 0
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> None:
+        if not prompt.token_ids:
+            raise RequestError("the prompt is empty", "prompt")
+        if len(prompt.token_ids) >= 64:
+            raise RequestError(f"the prompt has {len(prompt.token_ids)} tokens of at most 63", "prompt")
+        self.requests.append((prompt, params, options))
+        self._running[request_id] = _Request(request_id, prompt, params)
+        self.most_at_once = max(self.most_at_once, len(self._running))
+
+    def step(self) -> list[RequestOutput]:
+        outputs = []
+        for request in list(self._running.values()):
+            if request.prompt.text in self.failing:
+                del self._running[request.id]
+                given_up = CompletionOutput(0, finish_reason="error", stop_reason="it never fits")
+                outputs.append(RequestOutput(request.id, request.prompt.text, [], [given_up], True))
+                continue
+            request.tokens.append(request.left.pop(0))
+            self._generated += request.params.n
+            if not request.left:
+                del self._running[request.id]
+                outputs.append(request.output())
+        return outputs
+
+    def abort_request(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(generation_tokens=self._generated)

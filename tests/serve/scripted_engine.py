@@ -1,0 +1,249 @@
+"""An engine that answers from a script: what the server needs of `AsyncEngine`, and a record of its use."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from enginecore.config import EngineConfig
+from enginecore.errors import EngineDeadError, OctavoError, RequestError
+from enginecore.messages import EngineStats, Ready
+from enginecore.metrics import Metrics
+from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
+from enginecore.sampling.params import RequestOutputKind, SamplingParams
+
+LIMITS = Ready(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
+LOGPROB = math.log(0.5)
+
+
+class Prompt(NamedTuple):
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass
+class Step:
+    """What one token adds to a sample."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or list(self.text.encode())
+
+
+def say(text: str, finish_reason: str = "stop") -> list[Step]:
+    """A script of one token a character, ended by an EOS token, or cut at the last character."""
+    steps = [Step(character) for character in text]
+    if finish_reason == "stop":
+        return [*steps, Step("", [257], "stop")]
+    return [*steps[:-1], replace(steps[-1], finish_reason=finish_reason)]
+
+
+class ByteTokenizer:
+    vocab_size = 260
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [256] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b"<%d>" % token
+
+
+class ScriptedFrontend:
+    def __init__(self) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.limits = LIMITS
+        self.added_special_tokens = False
+
+    def prepare_prompt(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
+        self.added_special_tokens = add_special_tokens
+        if isinstance(prompt, str):
+            return Prompt(prompt, self.tokenizer.encode(prompt, add_special_tokens=False))
+        return Prompt(None, prompt)
+
+    def prepare_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> Prompt:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.prepare_prompt(text + "".join(f"{key}={value}\n" for key, value in options.items()))
+
+
+class ScriptedStream:
+    """Yields the script's steps one by one, as soon as the engine's gate is open."""
+
+    def __init__(self, engine: "ScriptedEngine", request_id: str, outputs: list[RequestOutput]) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._outputs = outputs
+        self._failure: str | None = None
+        self._wake = asyncio.Event()
+        self.ended = False
+
+    def __aiter__(self) -> "ScriptedStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while self._failure is None and not self.ended and self._engine.allowed <= self._engine.given:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._failure is not None:
+            self.ended = True
+            raise EngineDeadError(self._failure)
+        if self.ended:
+            raise StopAsyncIteration
+        self._engine.given += 1
+        output = self._outputs.pop(0)
+        self.ended = output.finished
+        return output
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def fail(self, message: str) -> None:
+        self._failure = message
+        self._wake.set()
+
+    async def aclose(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._engine.aborted.append(self.request_id)
+
+
+class ScriptedEngine:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        script: Callable[[Prompt, SamplingParams], list[Step]] = lambda prompt, params: say("ab"),
+    ) -> None:
+        self.config = config or EngineConfig(model="models/tiny")
+        self.frontend = ScriptedFrontend()
+        self.metrics = Metrics("tiny")
+        self.stats = EngineStats()
+        self.error: str | None = None
+        self.is_ready = True
+        self.failure: OctavoError | None = None
+        self.loading = asyncio.Event()
+        self.script = script
+        self.cached = 0
+        self.allowed: float = math.inf
+        self.given = 0
+        self.streams: list[ScriptedStream] = []
+        self.requests: list[tuple[Prompt, SamplingParams, dict[str, Any]]] = []
+        self.aborted: list[str] = []
+        self.was_shut_down = False
+
+    async def ready(self) -> Ready:
+        await self.loading.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.is_ready = True
+        return LIMITS
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any
+    ) -> ScriptedStream:
+        if self.error is not None:
+            raise EngineDeadError(self.error)
+        if any(stream.request_id == request_id and not stream.ended for stream in self.streams):
+            raise RequestError(f"request {request_id} is running already")
+        if not prompt.token_ids:
+            raise RequestError("the prompt is empty", "prompt")
+        if max(prompt.token_ids) >= LIMITS.vocab_size:
+            raise RequestError(f"prompt holds token id {max(prompt.token_ids)}", "prompt")
+        self.requests.append((prompt, params, options))
+        steps = self.script(prompt, params)
+        if params.max_tokens is not None and len(steps) > params.max_tokens:
+            steps = steps[: params.max_tokens]
+            steps[-1] = replace(steps[-1], finish_reason="length")
+        samples = [
+            _outputs(request_id, prompt, params, steps, index, self.cached) for index in range(params.n)
+        ]
+        outputs = [output for step in zip(*samples, strict=True) for output in step]
+        if params.output_kind == RequestOutputKind.FINAL_ONLY:
+            outputs = [_joined(outputs, params)]
+        else:
+            outputs[:-1] = [replace(output, finished=False) for output in outputs[:-1]]
+        stream = ScriptedStream(self, request_id, outputs)
+        self.streams.append(stream)
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        for stream in self.streams:
+            if stream.request_id == request_id and not stream.ended:
+                self.aborted.append(request_id)
+                stream.fail(f"request {request_id} was aborted")
+
+    def allow(self, outputs: float) -> None:
+        """Let so many more outputs pass."""
+        self.allowed = self.given + outputs
+        for stream in self.streams:
+            stream.wake()
+
+    def die(self, message: str) -> None:
+        self.error = message
+        for stream in self.streams:
+            if not stream.ended:
+                stream.fail(message)
+
+    async def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+def _outputs(
+    request_id: str, prompt: Prompt, params: SamplingParams, steps: list[Step], index: int, cached: int
+) -> list[RequestOutput]:
+    scored = params.prompt_logprobs is not None
+    return [
+        RequestOutput(
+            request_id,
+            prompt.text,
+            prompt.token_ids,
+            [
+                CompletionOutput(
+                    index,
+                    step.text,
+                    step.tokens,
+                    logprobs=[_row(token, params.logprobs) for token in step.tokens]
+                    if params.logprobs is not None
+                    else None,
+                    finish_reason=step.finish_reason,
+                    stop_reason=step.stop_reason,
+                )
+            ],
+            finished=step.finish_reason is not None,
+            num_cached_tokens=cached,
+            prompt_logprobs=[None, *(_row(token, 0) for token in prompt.token_ids[1:])] if scored else None,
+        )
+        for step in steps
+    ]
+
+
+def _row(token: int, count: int) -> dict[int, Logprob]:
+    """The chosen token at one half; where asked for, token 90 ("Z") is a likelier one."""
+    row = {token: Logprob(LOGPROB, 2 if count else 1, None)}
+    return row | {90: Logprob(-0.25, 1, "Z")} if count else row
+
+
+def _joined(outputs: list[RequestOutput], params: SamplingParams) -> RequestOutput:
+    samples = []
+    for index in range(params.n):
+        parts = [part for output in outputs for part in output.outputs if part.index == index]
+        samples.append(
+            replace(
+                parts[-1],
+                text="".join(part.text for part in parts),
+                token_ids=[token for part in parts for token in part.token_ids],
+                logprobs=[row for part in parts for row in part.logprobs or []]
+                if params.logprobs is not None
+                else None,
+            )
+        )
+    return replace(outputs[-1], outputs=samples, finished=True)

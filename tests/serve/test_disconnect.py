@@ -1,0 +1,203 @@
+"""Clients that leave, and the server that stops: whatever is not finished is aborted."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine, say
+
+from octavo_serve.app import create_app
+from octavo_serve.config import ServeConfig
+
+pytestmark = pytest.mark.anyio
+
+
+class Caller:
+    """A client at the ASGI interface, who sees every message and may leave at any time."""
+
+    def __init__(self, app, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self._left = asyncio.Event()
+        self._sent = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.reading.set()
+        named = {"content-type": "application/json", **(headers or {})}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+            "client": ("client", 1),
+            "server": ("server", 80),
+        }
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._unread:
+            return self._unread.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.reading.wait()
+        self.messages.append(message)
+        self._sent.set()
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def received(self, count: int) -> None:
+        """Wait for so many messages."""
+        while len(self.messages) < count:
+            self._sent.clear()
+            await self._sent.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    engine = ScriptedEngine(script=lambda prompt, params: say("abcdef"))
+    engine.allowed = 0
+    return engine
+
+
+@pytest.fixture
+def app(engine):
+    return create_app(engine, ServeConfig())
+
+
+async def submitted(engine: ScriptedEngine, count: int) -> None:
+    """Wait until so many prompts have reached the engine."""
+    while len(engine.streams) < count:
+        await asyncio.sleep(0)
+
+
+async def test_leaving_a_stream_aborts_it(app, engine):
+    caller = Caller(app, {"prompt": "hi", "stream": True})
+    engine.allowed = 3
+    await caller.received(4)
+    caller.leave()
+    await caller.task
+    assert engine.aborted == [stream.request_id for stream in engine.streams]
+    assert app.state.server.generations == set()
+    assert b"[DONE]" not in caller.body
+
+
+async def test_leaving_before_the_first_token_aborts(app, engine):
+    for body in (
+        {"stream": True},
+        {},
+        {"n": 4},
+        {"prompt": ["a", "b", "c"]},
+        {"prompt": ["a"], "stream": True},
+    ):
+        caller = Caller(app, {"prompt": "hi", **body})
+        await submitted(engine, len(engine.streams) + 1)
+        caller.leave()
+        await caller.task
+        assert caller.messages == []
+        assert all(stream.ended for stream in engine.streams)
+    assert sorted(engine.aborted) == sorted(stream.request_id for stream in engine.streams)
+
+
+async def test_leaving_while_the_server_waits_to_send(app, engine):
+    caller = Caller(app, {"prompt": ["a", "b"], "stream": True})
+    caller.reading.clear()
+    engine.allowed = 2
+    await submitted(engine, 2)
+    while engine.given < 2:
+        await asyncio.sleep(0)
+    caller.leave()
+    await caller.task
+    assert len(engine.aborted) == 2
+
+
+async def test_a_finished_request_is_not_aborted(app, engine):
+    engine.allow(100)
+    for body in ({"stream": True}, {}, {"prompt": ["a", "b"], "stream": True}):
+        caller = Caller(app, {"prompt": "hi", **body})
+        await caller.task
+        assert caller.messages[0]["status"] == 200
+    assert engine.aborted == []
+
+
+async def test_a_refused_prompt_takes_its_siblings_along(app, engine):
+    caller = Caller(app, {"prompt": [[1], [2], [400]]})
+    await caller.task
+    assert caller.messages[0]["status"] == 400
+    assert len(engine.aborted) == 2
+
+
+async def test_two_requests_of_one_id_are_told_apart(app, engine):
+    callers = [Caller(app, {"prompt": "hi", "stream": True}, {"x-request-id": "same"}) for _ in range(2)]
+    await submitted(engine, 2)
+    callers[0].leave()
+    await callers[0].task
+    engine.allow(100)
+    await callers[1].task
+    assert callers[1].body.count(b'"id":"cmpl-same"') == 7
+    assert len(engine.aborted) == 1
+
+
+async def test_interrupted_streams_end_with_abort(app, engine):
+    caller = Caller(app, {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}})
+    await submitted(engine, 2)
+    engine.allow(1)
+    await caller.received(2)
+    server = app.state.server
+    server.draining = True
+    for generation in list(server.generations):
+        await generation.interrupt()
+    await caller.task
+    events = caller.body.decode().removesuffix("\n\n").split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    endings = {
+        choice["index"]: choice["finish_reason"] for chunk in chunks[1:] for choice in chunk["choices"]
+    }
+    assert endings == {0: "abort", 1: "abort"}
+    assert chunks[-1]["usage"]["completion_tokens"] == 1
+    assert events[-1] == "data: [DONE]"
+    assert len(engine.aborted) == 2
+
+
+async def test_interrupted_before_the_first_token(app, engine):
+    callers = [Caller(app, {"prompt": "hi", "stream": stream}) for stream in (True, False)]
+    await submitted(engine, 2)
+    for generation in list(app.state.server.generations):
+        await generation.interrupt()
+    for caller in callers:
+        await caller.task
+        assert caller.messages[0]["status"] == 503
+        assert b"shutting down" in caller.body
+
+
+async def test_engine_death_fails_what_runs(app, engine):
+    running, queued = (Caller(app, {"prompt": "hi", "stream": True}) for _ in range(2))
+    await submitted(engine, 2)
+    engine.allow(1)
+    await running.received(2)
+    engine.die("killed")
+    await running.task
+    await queued.task
+    assert b'"error":{"message":"killed","type":"ServiceUnavailableError"' in running.body
+    assert running.body.endswith(b"data: [DONE]\n\n")
+    assert queued.messages[0]["status"] == 503
+
+
+async def test_an_incomplete_body_is_dropped(app, engine):
+    caller = Caller(app, {})
+    caller._unread[0] |= {"more_body": True}
+    caller.leave()
+    await caller.task
+    assert engine.requests == []

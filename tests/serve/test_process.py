@@ -1,0 +1,288 @@
+"""The server as a process: ports, signals, exit codes, and what it never imports."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+
+
+class Server:
+    """A server over the scripted engine; `tell` gives the engine its orders."""
+
+    def __init__(self, *flags: str, port: int = 0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "serve_scripted.py"), "--port", str(port), *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = self.wait_for(r"listening on (http://\S+),")[1]
+        self.client = httpx.Client(base_url=self.url, timeout=10)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read standard error up to a line that holds `pattern`."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            found = re.search(pattern, line)
+            if found:
+                return found
+        raise AssertionError(f"the server ended without {pattern!r}: {self.lines}")
+
+    def tell(self, order: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+
+    def load(self) -> None:
+        self.tell("load")
+        self.wait_for("ready on")
+
+    def finish(self) -> int:
+        """Wait for the end; return the exit status."""
+        self.lines += self.process.communicate(timeout=10)[1].splitlines()
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def server(*flags: str, port: int = 0) -> Generator[Server]:
+    started = Server(*flags, port=port)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+        started.client.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+class Stream:
+    """A streaming request, read in a thread; `first` is set once something came."""
+
+    def __init__(self, served: Server) -> None:
+        self.text = ""
+        self.first = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(served.url,))
+        self._thread.start()
+
+    def _read(self, url: str) -> None:
+        body = {"prompt": "hi", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
+            for piece in response.iter_text():
+                self.text += piece
+                self.first.set()
+
+    def finish(self) -> list[str | None]:
+        """Wait for the end; return the finish reasons of the chunks."""
+        self._thread.join()
+        events = self.text.removesuffix("\n\n").split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        return [json.loads(event[6:])["choices"][0]["finish_reason"] for event in events[:-1]]
+
+
+def test_the_server_answers_within_a_second():
+    with server() as served:
+        assert served.client.get("/health").status_code == 503
+        spent = psutil.Process(served.process.pid).cpu_times()
+    # Of processor time, as the tests share the machine with others.
+    assert spent.user + spent.system < 1.0
+
+
+def test_life_from_start_to_sigterm():
+    with server() as served:
+        for route, status in (("/health", 503), ("/v1/models", 503), ("/version", 200)):
+            assert served.client.get(route).status_code == status
+        assert served.client.post("/v1/completions", json={"prompt": "hi"}).status_code == 503
+        served.load()
+        assert served.client.get("/health").status_code == 200
+        served.tell("allow 1")
+        answer = served.client.post("/v1/completions", json={"prompt": "hi"}).json()
+        assert answer["choices"][0]["text"] == "abc"
+        served.process.send_signal(signal.SIGTERM)
+        assert served.finish() == 0
+        assert served.lines[-1] == "engine shut down"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads(number):
+    with server() as served:
+        served.process.send_signal(number)
+        assert served.finish() == 0
+        assert [line for line in served.lines if "Traceback" in line] == []
+        assert served.lines[-1] == "engine shut down"
+
+
+def test_requests_are_aborted_at_once_by_default():
+    with server() as served:
+        served.load()
+        stream = Stream(served)
+        served.tell("allow 1")
+        assert stream.first.wait(10)
+        served.process.send_signal(signal.SIGTERM)
+        assert stream.finish() == [None, "abort"]
+        assert served.finish() == 0
+
+
+def test_requests_finish_while_the_server_drains():
+    with server("--shutdown-timeout", "30") as served:
+        served.load()
+        stream = Stream(served)
+        served.tell("allow 1")
+        assert stream.first.wait(10)
+        served.process.send_signal(signal.SIGTERM)
+        while served.client.get("/health").status_code == 200:
+            time.sleep(0.01)
+        refused = served.client.post("/v1/completions", json={"prompt": "hi"})
+        assert refused.status_code == 503
+        assert "shutting down" in refused.json()["error"]["message"]
+        served.tell("allow 100")
+        assert stream.finish() == [None, None, None, "stop"]
+        assert served.finish() == 0
+
+
+def test_a_second_signal_ends_the_drain():
+    with server("--shutdown-timeout", "300") as served:
+        served.load()
+        stream = Stream(served)
+        served.tell("allow 1")
+        assert stream.first.wait(10)
+        served.process.send_signal(signal.SIGINT)
+        while served.client.get("/health").status_code == 200:
+            time.sleep(0.01)
+        served.process.send_signal(signal.SIGINT)
+        assert stream.finish() == [None, "abort"]
+        assert served.finish() == 0
+
+
+def test_a_model_that_cannot_be_loaded():
+    with server() as served:
+        served.tell("fail")
+        assert served.finish() == 2
+        assert served.lines[-2:] == [
+            "engine shut down",
+            "octavo-serve: there is no folder or file tiny",
+        ]
+
+
+def test_engine_death_ends_the_server_with_an_error():
+    with server() as served:
+        served.load()
+        stream = Stream(served)
+        served.tell("allow 1")
+        assert stream.first.wait(10)
+        served.tell("die")
+        stream._thread.join()
+        assert '"error":{"message":"killed by signal 9"' in stream.text
+        assert served.finish() == 1
+
+
+def test_a_client_that_hangs_up_leaves_no_trace_in_the_log():
+    with server() as served:
+        served.load()
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            body = b'{"prompt": "hi", "stream": true}'
+            head = "POST /v1/completions HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            while served.client.get("/load").json()["server_load"] == 0:
+                time.sleep(0.01)
+        while served.client.get("/load").json()["server_load"] == 1:
+            time.sleep(0.01)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.finish() == 0
+        assert [line for line in served.lines if "rror" in line or "Traceback" in line] == []
+
+
+def test_a_port_can_be_taken_again_at_once():
+    port = free_port()
+    for _ in range(2):
+        with server(port=port) as served:
+            assert served.client.get("/health").status_code == 503
+            served.process.send_signal(signal.SIGTERM)
+            assert served.finish() == 0
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(run, capture_output=True, text=True, timeout=30, check=False)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("import sys; from octavo_serve.cli import main; sys.exit(main())", *arguments)
+
+
+def test_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        start = time.monotonic()
+        done = command("--port", str(port))
+        elapsed = time.monotonic() - start
+    assert done.returncode == 2
+    assert done.stderr == f"octavo-serve: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+    assert elapsed < 2
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid, port 8000"),
+        (["--port", "70000"], "port must be between 0 and 65535, got 70000"),
+        (["--port", "x"], "port must be an integer, got 'x' (from --port)"),
+        (["--shutdown-timeout", "nan"], "shutdown_timeout must be finite"),
+        (["--api-key", ""], "api_key is empty"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--max-num"], "unrecognized arguments: --max-num"),
+        (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, said):
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"octavo-serve: {said}")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_the_server_process_never_imports_torch():
+    code = (
+        "import sys; sys.argv = ['octavo-serve', '--port', '0']\n"
+        "import enginecore.async_engine, enginecore.options, octavo_serve.cli, octavo_serve.server\n"
+        "print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_help_and_version_load_nothing_heavy():
+    code = (
+        "import sys; from octavo_serve.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as exit: assert exit.code == 0\n"
+        "heavy = ('torch', 'triton', 'transformers', 'fastapi', 'uvicorn', 'tokenizers', 'zmq')\n"
+        "print('heavy:', [m for m in heavy if m in sys.modules])"
+    )
+    for flag, shown in (("--help", "--max-num-seqs N"), ("--version", "octavo-serve 0.1.0")):
+        done = python(code, flag)
+        assert shown in done.stdout
+        assert done.stdout.endswith("heavy: []\n")

@@ -1,0 +1,340 @@
+"""What the server says to requests that are wrong, and to odd ones that are right."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
+ROUTES = ("/v1/completions", "/v1/chat/completions")
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error, after a look at its shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    content = response.json()
+    assert list(content) == ["error"]
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+    assert content["error"]["code"] == status
+    assert "Traceback" not in response.text
+    return content["error"]
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": "hi", **body})
+
+
+async def chat(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
+
+
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"[]",
+    b'"x"',
+    b"null",
+    b"7",
+    b"{} x",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"temperature": NaN}',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"prompt":' + b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "content",
+    NO_REQUESTS,
+    ids=lambda content: content[:20].decode(errors="replace"),
+)
+async def test_bodies_that_are_no_request(client, route, content):
+    error_of(await client.post(route, content=content, headers=JSON))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_content_type(client, route):
+    content = b'{"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}'
+    for wrong in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
+        error_of(await client.post(route, content=content, headers=wrong), 415)
+    for right in ("application/json; charset=utf-8", "Application/JSON"):
+        assert (await client.post(route, content=content, headers={"content-type": right})).status_code == 200
+
+
+async def test_methods_and_paths(client):
+    error_of(await client.get("/v1/completions"), 405)
+    assert (await client.head("/v1/completions")).status_code == 405
+    assert error_of(await client.post("/v1/nothing", json={}), 404)["type"] == "NotFoundError"
+
+
+async def test_a_duplicate_key_is_no_fault_of_the_server(client):
+    content = b'{"prompt": "hi", "max_tokens": 1, "max_tokens": 2}'
+    response = await client.post("/v1/completions", content=content, headers=JSON)
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"temperature": "hot", "messages": 5, "n": -1}])
+async def test_wrong_model(client, route, extra):
+    error = error_of(await client.post(route, json={"model": "other", **extra}), 404)
+    assert (error["type"], error["param"]) == ("NotFoundError", "model")
+
+
+async def test_model_names(client):
+    for name in ("tiny", "alias"):
+        assert (await complete(client, model=name)).json()["model"] == name
+    for body in ({}, {"model": None}):
+        assert (await chat(client, **body)).json()["model"] == "tiny"
+    error_of(await complete(client, model=""), 404)
+    assert error_of(await complete(client, model=5))["param"] == "model"
+
+
+async def test_unknown_fields_are_ignored(client):
+    assert (await complete(client, temperator=0, user="me", metadata={"a": 1})).status_code == 200
+    assert (await chat(client, store=True, parallel_tool_calls=False, user="me")).status_code == 200
+
+
+async def test_null_is_absent(client):
+    from enginecore.openai_format.bodies import ChatBody, CompletionBody
+
+    nulls = dict.fromkeys(CompletionBody.__struct_fields__)
+    assert (await complete(client, **{**nulls, "prompt": "hi"})).json()["usage"]["completion_tokens"] == 3
+    nulls = dict.fromkeys(ChatBody.__struct_fields__)
+    assert (await chat(client, **{**nulls, "messages": MESSAGES})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("temperature", [1]),
+        ("stream", "yes"),
+        ("stream", 1),
+        ("max_tokens", True),
+        ("max_tokens", 1.5),
+        ("max_tokens", "5"),
+        ("max_tokens", 10**30),
+        ("top_k", 10**30),
+        ("n", 1.0),
+        ("stop", [1]),
+        ("stop", {"a": "b"}),
+        ("logit_bias", {"65": "x"}),
+        ("logit_bias", [65]),
+        ("seed", "s"),
+        ("stop_token_ids", ["a"]),
+        ("stream_options", True),
+        ("ignore_eos", "true"),
+        ("cache_salt", 5),
+        ("priority", "high"),
+    ],
+)
+async def test_wrong_types_name_the_field(client, field, value):
+    for send in (complete, chat):
+        error = error_of(await send(client, **{field: value}))
+        assert error["param"] == field
+        assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", -0.1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("n", 0),
+        ("n", -1),
+        ("n", 10**6),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("stop", [""]),
+        ("min_tokens", -1),
+        ("logit_bias", {"abc": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("allowed_token_ids", []),
+        ("cache_salt", ""),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+    ],
+)
+async def test_out_of_range_names_the_field(client, field, value):
+    for send in (complete, chat):
+        assert error_of(await send(client, **{field: value}))["param"] == field
+
+
+@pytest.mark.parametrize(
+    "extra", [{"temperature": 1e-45}, {"temperature": 2.5}, {"logit_bias": {"65": 1e9}}, {"top_k": -1}]
+)
+async def test_edges_that_are_allowed(client, extra):
+    assert (await complete(client, **extra)).status_code == 200
+
+
+async def test_combinations_that_contradict(client):
+    error_of(await complete(client, min_tokens=7, max_tokens=6))
+    error_of(await complete(client, n=2, temperature=0))
+    for options in ({}, {"include_usage": True}, {"include_usage": False}):
+        for stream in (None, False):
+            error = error_of(await chat(client, stream_options=options, stream=stream))
+            assert error["param"] == "stream_options"
+
+
+@pytest.mark.parametrize(
+    "prompt, count", [("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2), (["a"] * 1000, 1000)]
+)
+async def test_prompts_and_their_choices(client, engine, prompt, count):
+    answer = (await complete(client, prompt=prompt)).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(count))
+    tokens = sum(len(request[0].token_ids) for request in engine.requests)
+    assert answer["usage"]["prompt_tokens"] == tokens
+    assert answer["usage"]["completion_tokens"] == 3 * count
+
+
+NO_PROMPTS = [
+    *("", [""], [], [[]], ["a", ""], None, [None], 5, {"a": 1}),
+    *([1, "a"], [[1], ["a"]], [[[1]]], [1.0], [True]),
+    *([-1], [[-1]], [[320]], [[9223372036854775808]]),
+]
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=str)
+async def test_prompts_that_are_none(client, engine, prompt):
+    assert error_of(await complete(client, prompt=prompt))["param"] == "prompt"
+    assert [stream.request_id for stream in engine.streams if not stream.ended] == []
+    assert (await complete(client)).status_code == 200
+
+
+async def test_prompt_missing(client):
+    assert error_of(await client.post("/v1/completions", json={}))["param"] == "prompt"
+
+
+async def test_more_choices_than_one_request_may_have(client, engine):
+    assert "4096" in error_of(await complete(client, prompt=["a"] * 1000, n=5))["message"]
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        {},
+        "hi",
+        [5],
+        [{}],
+        [{"role": "wizard", "content": "hi"}],
+        [{"role": 5, "content": "hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "assistant", "content": "hi", "tool_calls": [{"id": "1"}]}],
+        [{"role": "tool", "content": "hi", "tool_call_id": "1"}],
+    ],
+    ids=str,
+)
+async def test_messages_that_are_none(client, messages):
+    assert error_of(await chat(client, messages=messages))["param"] == "messages"
+
+
+async def test_messages_missing(client):
+    assert error_of(await client.post("/v1/chat/completions", json={}))["param"] == "messages"
+
+
+NOT_SUPPORTED = [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", "json"),
+    ("structured_outputs", {"regex": "a"}),
+    ("guided_json", {}),
+    ("use_beam_search", True),
+    ("modalities", ["audio"]),
+    ("chat_template", "{{ messages }}"),
+    ("echo", True),
+    ("add_special_tokens", True),
+    ("chat_template_kwargs", {"chat_template": "{{ messages }}"}),
+    ("chat_template_kwargs", {"tools": []}),
+    ("truncate_prompt_tokens", 5),
+]
+
+
+@pytest.mark.parametrize("field, value", NOT_SUPPORTED)
+async def test_what_is_not_supported_is_refused_by_name(client, field, value):
+    error = error_of(await chat(client, **{field: value}))
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"functions": []},
+        {"function_call": "none"},
+        {"response_format": {"type": "text"}},
+        {"modalities": ["text"]},
+        {"use_beam_search": False},
+        {"add_special_tokens": False},
+        {"echo": False},
+    ],
+    ids=str,
+)
+async def test_forms_that_ask_for_nothing_pass(client, extra):
+    assert (await chat(client, **extra)).status_code == 200
+
+
+async def test_best_of(client):
+    assert (await complete(client, best_of=1)).status_code == 200
+    assert (await complete(client, best_of=2, n=2)).status_code == 200
+    assert error_of(await complete(client, best_of=1, n=2))["param"] == "best_of"
+    assert "not supported" in error_of(await complete(client, best_of=3))["message"]
+    assert error_of(await complete(client, suffix="end"))["param"] == "suffix"
+
+
+async def test_completions_logprobs_limits(client):
+    for good in (None, 0, 1, 20):
+        assert (await complete(client, logprobs=good)).status_code == 200
+    for bad in (-1, 21, 10**6, True):
+        assert error_of(await complete(client, logprobs=bad))["param"] == "logprobs"
+
+
+async def test_chat_logprobs_limits(client):
+    for good in (None, 0, 2, 20):
+        assert (await chat(client, logprobs=True, top_logprobs=good)).status_code == 200
+    for bad in (-1, 21, 10**6):
+        assert error_of(await chat(client, logprobs=True, top_logprobs=bad))["param"] == "top_logprobs"
+    for logprobs in (None, False):
+        assert error_of(await chat(client, logprobs=logprobs, top_logprobs=2))["param"] == "top_logprobs"
+    assert error_of(await chat(client, logprobs=5))["param"] == "logprobs"
+
+
+async def test_a_body_beyond_the_limit(client, monkeypatch):
+    monkeypatch.setattr("octavo_serve.routes.requests.MAX_BODY_BYTES", 100)
+    assert error_of(await complete(client, prompt="a" * 200), 413)["type"] == "RequestTooLargeError"
+
+
+async def test_a_fault_of_the_server_is_told_without_details(client, engine, caplog):
+    def broken(prompt, params):
+        raise KeyError("secret")
+
+    engine.script = broken
+    error = error_of(await complete(client), 500)
+    assert error["type"] == "InternalServerError"
+    assert "secret" not in error["message"]
