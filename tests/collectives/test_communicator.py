@@ -186,6 +186,8 @@ def ranks_bad_arguments_are_refused_before_anything_is_sent(comm: Communicator):
         comm.all_reduce(x.t())
     with pytest.raises(ValueError, match=rf"rank must be in \[0, {size}\), got {size}"):
         comm.broadcast(x, size)
+    with pytest.raises(ValueError, match="op must be one of sum, max, min, got 'avg'"):
+        comm.all_reduce(x, "avg")  # ty: ignore[invalid-argument-type]
     with pytest.raises(ValueError, match="itself"):
         comm.send(x, comm.rank)
     with pytest.raises(TypeError, match=r"gloo cannot carry torch\.float8_e4m3fn"):

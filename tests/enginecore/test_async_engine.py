@@ -12,7 +12,7 @@ import pytest
 from checkpoints import Oracle, llama_config, save_random, tok
 from enginecore import AsyncEngine, SamplingParams
 from enginecore.config import make_config
-from enginecore.errors import EngineDeadError, ModelError, RequestError
+from enginecore.errors import EngineDeadError, ModelError, RequestAbortedError, RequestError
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -82,7 +82,7 @@ def test_leaving_early_aborts(model):
         stream = engine.add_request("aborted", "abc", LONG)
         await anext(stream)
         await engine.abort("aborted")
-        with pytest.raises(EngineDeadError, match="aborted"):
+        with pytest.raises(RequestAbortedError, match="aborted"):
             await last(stream)
         return await idle(engine) and len(
             (await last(engine.generate("a", SHORT, "next"))).outputs[0].token_ids

@@ -362,9 +362,11 @@ def test_without_detokenizing_logprobs_hold_no_text(frontend: Frontend) -> None:
 def test_messages_to_the_core(frontend: Frontend) -> None:
     params = greedy(max_tokens=5, seed=9)
     prompt = frontend.prepare_prompt({"prompt": "hi", "cache_salt": "s"})
-    [request] = frontend.add("r", prompt, params, priority=3)
+    with pytest.raises(RequestError, match="priority has no effect"):
+        frontend.add("r", prompt, params, priority=3)
+    [request] = frontend.add("r", prompt, params)
     assert tokens_from_bytes(request.prompt).tolist() == ids("hi")
-    assert (request.max_tokens, request.seed, request.priority, request.cache_salt) == (5, 9, 3, "s")
+    assert (request.max_tokens, request.seed, request.priority, request.cache_salt) == (5, 9, 0, "s")
     [other] = frontend.add("q", prompt, params, cache_salt="t")
     assert (other.cache_salt, other.number) == ("t", request.number + 1)
 

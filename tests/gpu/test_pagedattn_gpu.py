@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "pagedattn"))
 from pagedattn_reference import make_case, reference  # ty: ignore[import-not-found]
 
-from pagedattn import attend, backend_name, triton_backend, write_kv
+from pagedattn import attend, backend_name, rms_norm, rotary, triton_backend, write_kv
 from pagedattn.backends import ScoreOptions
 
 pytestmark = pytest.mark.gpu
@@ -113,3 +113,24 @@ def test_a_captured_graph_serves_other_contents_of_the_same_tensors(sequences):
     first.batch.block_table.copy_(other.batch.block_table)
     graph.replay()
     assert_close(result, reference(other, scale=0.2))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+def test_rms_norm_gives_what_it_gives_on_the_cpu(dtype, weight_dtype):
+    x, residual = torch.randn(2, 9, 96).to(dtype)
+    weight = torch.randn(96).to(weight_dtype or dtype)
+    expected = rms_norm(x, weight, 1e-6, residual)
+    results = rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, residual.to(DEVICE))
+    for result, wanted in zip(results, expected):
+        assert_close(result, wanted.double().numpy())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotary_gives_what_it_gives_on_the_cpu(dtype):
+    query, key = torch.randn(9, 4, 64).to(dtype), torch.randn(9, 2, 64).to(dtype)
+    positions, cos_sin = torch.randperm(9), torch.randn(9, 48)
+    expected = rotary(query, key, positions, cos_sin)
+    results = rotary(query.to(DEVICE), key.to(DEVICE), positions.to(DEVICE), cos_sin.to(DEVICE))
+    for result, wanted in zip(results, expected):
+        assert_close(result, wanted.double().numpy())

@@ -171,6 +171,7 @@ CACHE = torch.zeros(4, 2, 2, 4, 8)
         ({"query": torch.zeros(1, 4, 8, dtype=HALF)}, "query is torch.float16, the cache torch.float32"),
         ({"cache": CACHE[:, 0]}, "one layer's contiguous"),
         ({"cache": CACHE.transpose(3, 4)}, "one layer's contiguous"),
+        ({"cache": CACHE.double()}, "float32, float16 or bfloat16, not torch.float64"),
         ({"cache": torch.zeros(4, 2, 2, 2, 8)}, "max_length 3 does not fit 1 block_table columns of 2"),
         ({"cache": CACHE.to("meta")}, "query is on cpu, the cache on meta"),
         ({"window": 0}, "window must be at least 1 or None, not 0"),

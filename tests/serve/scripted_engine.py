@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from enginecore.config import EngineConfig
-from enginecore.errors import EngineDeadError, OctavoError, RequestError
+from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError, RequestError
 from enginecore.messages import EngineStats, Ready
 from enginecore.metrics import Metrics
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
@@ -83,7 +83,7 @@ class ScriptedStream:
         self.request_id = request_id
         self._engine = engine
         self._outputs = outputs
-        self._failure: str | None = None
+        self._failure: OctavoError | None = None
         self._wake = asyncio.Event()
         self.ended = False
 
@@ -96,7 +96,7 @@ class ScriptedStream:
             await self._wake.wait()
         if self._failure is not None:
             self.ended = True
-            raise EngineDeadError(self._failure)
+            raise self._failure
         if self.ended:
             raise StopAsyncIteration
         self._engine.given += 1
@@ -107,8 +107,8 @@ class ScriptedStream:
     def wake(self) -> None:
         self._wake.set()
 
-    def fail(self, message: str) -> None:
-        self._failure = message
+    def fail(self, error: OctavoError) -> None:
+        self._failure = error
         self._wake.set()
 
     async def aclose(self) -> None:
@@ -179,7 +179,7 @@ class ScriptedEngine:
         for stream in self.streams:
             if stream.request_id == request_id and not stream.ended:
                 self.aborted.append(request_id)
-                stream.fail(f"request {request_id} was aborted")
+                stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
 
     def allow(self, outputs: float) -> None:
         """Let so many more outputs pass."""
@@ -191,7 +191,7 @@ class ScriptedEngine:
         self.error = message
         for stream in self.streams:
             if not stream.ended:
-                stream.fail(message)
+                stream.fail(EngineDeadError(message))
 
     async def shutdown(self) -> None:
         self.was_shut_down = True

@@ -1,11 +1,13 @@
 """The application: routes, errors, and who may call."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.routing import Route
+import msgspec
+from fastapi import FastAPI
+from fastapi.middleware import Middleware
 
+from enginecore import __version__
+from enginecore.openai_format.bodies import ChatBody, CompletionBody
 from octavo_serve.access import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
@@ -16,25 +18,29 @@ if TYPE_CHECKING:
     from enginecore.async_engine import AsyncEngine
 
 _ROUTES = (
-    ("POST", "/v1/completions", generate.create_completion),
-    ("POST", "/v1/chat/completions", generate.create_chat_completion),
-    ("GET", "/v1/models", models.list_models),
-    ("GET", "/v1/models/{name:path}", models.show_model),
-    ("POST", "/tokenize", models.tokenize),
-    ("POST", "/detokenize", models.detokenize),
-    ("GET", "/health", status.health),
-    ("GET", "/ping", status.health),
-    ("GET", "/version", status.version),
-    ("GET", "/load", status.load),
-    ("GET", "/metrics", status.metrics),
+    ("POST", "/v1/completions", generate.create_completion, CompletionBody),
+    ("POST", "/v1/chat/completions", generate.create_chat_completion, ChatBody),
+    ("GET", "/v1/models", models.list_models, None),
+    ("GET", "/v1/models/{name:path}", models.show_model, None),
+    ("POST", "/tokenize", models.tokenize, models.TokenizeBody),
+    ("POST", "/detokenize", models.detokenize, models.DetokenizeBody),
+    ("GET", "/health", status.health, None),
+    ("GET", "/ping", status.health, None),
+    ("GET", "/version", status.version, None),
+    ("GET", "/load", status.load, None),
+    ("GET", "/metrics", status.metrics, None),
 )
+"""Method, path, endpoint, and the body that the endpoint reads.
+
+Endpoints read their bodies themselves, once, with msgspec; the framework is told of them for its schema only.
+"""
 
 
-def create_app(engine: "AsyncEngine", options: ServeConfig) -> Starlette:
+def create_app(engine: "AsyncEngine", options: ServeConfig) -> FastAPI:
     """Return the ASGI application; its `state.server` is the `ServerState` that the routes share."""
     middleware = []
     if options.cors_origins:
-        from starlette.middleware.cors import CORSMiddleware
+        from fastapi.middleware.cors import CORSMiddleware
 
         origins = options.cors_origins
         middleware.append(
@@ -42,7 +48,26 @@ def create_app(engine: "AsyncEngine", options: ServeConfig) -> Starlette:
         )
     if options.api_key is not None:
         middleware.append(Middleware(KeyGuard, key=options.api_key))
-    routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in _ROUTES]
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        redoc_url=None,
+        middleware=middleware,
+        exception_handlers=HANDLERS,
+    )
+    for method, path, endpoint, body in _ROUTES:
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            operation_id=f"{endpoint.__name__}_{path.strip('/').partition('/')[0]}",
+            response_model=None,
+            openapi_extra=None if body is None else _body_schema(body),
+        )
     app.state.server = ServerState(engine, options)
     return app
+
+
+def _body_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
+    schema = msgspec.json.schema(body, ref_template="#/components/schemas/{name}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -31,7 +31,8 @@ def _serve() -> int:
     from enginecore.async_engine import AsyncEngine
     from octavo_serve.server import run
 
-    return run(listener, lambda: AsyncEngine(engine_config), options)
+    name = next(iter(options.served_model_name), None)
+    return run(listener, lambda: AsyncEngine(engine_config, name=name), options)
 
 
 def _leave(number: int, frame: object) -> None:

@@ -1,6 +1,7 @@
 """What a client gets when something is wrong: always OpenAI's error shape."""
 
 import logging
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -60,7 +61,7 @@ async def _answer_unexpected(request: Request, error: Exception) -> Response:
     return ApiError(500, _UNEXPECTED).response()
 
 
-HANDLERS = {
+HANDLERS: dict[int | type[Exception], Any] = {
     **dict.fromkeys((ApiError, RequestError, EngineDeadError, HTTPException), _answer),
     Exception: _answer_unexpected,
 }

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from enginecore.errors import EngineDeadError, OctavoError
+from enginecore.errors import OctavoError, RequestAbortedError
 from enginecore.openai_format.bodies import Body
 from enginecore.outputs import RequestOutput
 from enginecore.sampling.params import SamplingParams
@@ -41,7 +41,6 @@ class Generation:
         self._params = params
         self._body = body
         self._streams: list[RequestStream] = []
-        self._interrupted = False
 
     async def __aenter__(self) -> Self:
         """Submit every prompt, or none.
@@ -98,7 +97,6 @@ class Generation:
 
     async def interrupt(self) -> None:
         """Abort what has not finished; whoever reads the outputs gets `Interrupted`."""
-        self._interrupted = True
         for stream in self._streams:
             await self._server.engine.abort(stream.request_id)
 
@@ -125,5 +123,5 @@ class Generation:
                     if sample.finish_reason == "error":
                         raise ApiError(500, str(sample.stop_reason or "the engine gave this request up"))
                 yield output
-        except EngineDeadError as error:
-            raise (Interrupted() if self._interrupted else error) from error
+        except RequestAbortedError as error:
+            raise Interrupted from error

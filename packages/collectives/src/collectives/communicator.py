@@ -152,7 +152,7 @@ class TorchCommunicator:
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         self._check_in_place(x)
-        dist.all_reduce(x, _TORCH_OPS[op], group=self._group)
+        dist.all_reduce(x, _torch_op(op), group=self._group)
         return x
 
     def all_gather(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -193,7 +193,7 @@ class TorchCommunicator:
     def reduce(self, x: Tensor, dst: int = 0, op: ReduceOp = "sum") -> Tensor:
         self._check_in_place(x)
         self._check_rank(dst)
-        dist.reduce(x, op=_TORCH_OPS[op], group=self._group, group_dst=dst)
+        dist.reduce(x, op=_torch_op(op), group=self._group, group_dst=dst)
         return x
 
     def all_to_all(
@@ -255,6 +255,12 @@ class TorchCommunicator:
         self._check_rank(rank)
         if rank == self.rank:
             raise ValueError(f"rank {rank} cannot send to or receive from itself")
+
+
+def _torch_op(op: ReduceOp) -> dist.ReduceOp.RedOpType:
+    if op not in _TORCH_OPS:
+        raise ValueError(f"op must be one of {', '.join(_TORCH_OPS)}, got {op!r}")
+    return _TORCH_OPS[op]
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:

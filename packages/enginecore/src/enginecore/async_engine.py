@@ -9,7 +9,7 @@ from typing import Self
 
 from enginecore.client import CoreClient, CoreProcess
 from enginecore.config import EngineConfig
-from enginecore.errors import EngineDeadError, OctavoError
+from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.frontend import Frontend
 from enginecore.messages import AbortRequests, EngineStats, Outputs, Ready, ResetPrefixCache
 from enginecore.metrics import Metrics
@@ -32,7 +32,7 @@ class RequestStream:
         self._engine = engine
         self._outputs: deque[RequestOutput] = deque()
         self._arrived = asyncio.Event()
-        self._failure: str | None = None
+        self._failure: OctavoError | None = None
         self._ended = False
 
     def put(self, output: RequestOutput) -> None:
@@ -40,9 +40,9 @@ class RequestStream:
         self._outputs.append(output)
         self._arrived.set()
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: OctavoError) -> None:
         """Let the reader see an error after what it has not read yet."""
-        self._failure = message
+        self._failure = error
         self._arrived.set()
 
     def __aiter__(self) -> Self:
@@ -54,7 +54,7 @@ class RequestStream:
                 raise StopAsyncIteration
             if self._failure is not None:
                 self._ended = True
-                raise EngineDeadError(self._failure)
+                raise self._failure
             self._arrived.clear()
             try:
                 await self._arrived.wait()
@@ -79,9 +79,10 @@ class AsyncEngine:
     to be called from one event loop.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, name: str | None = None) -> None:
+        """`name` is what metrics call the model; its path or id when left out."""
         self.config = config
-        self.metrics = Metrics(config.model)
+        self.metrics = Metrics(name or config.model)
         self.stats = EngineStats()
         self.error: str | None = None
         self.frontend: Frontend | None = None
@@ -154,11 +155,11 @@ class AsyncEngine:
             await stream.aclose()
 
     async def abort(self, request_id: str) -> None:
-        """Forget a request; its stream ends with an error. One that has ended already is passed over."""
+        """Forget a request; its stream raises RequestAbortedError. One that has ended is passed over."""
         stream = self._streams.get(request_id)
         self.abort_now(request_id)
         if stream is not None:
-            stream.fail(f"request {request_id} was aborted")
+            stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
 
     def abort_now(self, request_id: str) -> None:
         """Tell the core to drop a request, without waiting."""
@@ -206,6 +207,7 @@ class AsyncEngine:
         self.frontend = frontend
         self._client = CoreClient(self._process.address)
         self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(self._on_reading_end)
         loop = asyncio.get_running_loop()
         self._process.watch(lambda reason: _call_soon(loop, self._on_end, reason))
         return ready
@@ -255,8 +257,13 @@ class AsyncEngine:
             raise EngineDeadError("the engine is not ready")
         return self._client, self.frontend
 
+    def _on_reading_end(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled() and reading.exception() is not None:
+            logger.error("reading from the engine failed", exc_info=reading.exception())
+            self._on_end(f"reading from the engine failed: {reading.exception()}")
+
     def _on_end(self, reason: str) -> None:
-        if self._stopping:
+        if self._stopping or self.error is not None:
             return
         logger.error("%s", reason)
         self.error = reason
@@ -267,7 +274,7 @@ class AsyncEngine:
         for request_id in list(self._streams):
             stream = self._streams.pop(request_id)
             self.metrics.finished(stream.arrival, "abort" if self._stopping else "error")
-            stream.fail(reason)
+            stream.fail(EngineDeadError(reason))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[str], None], argument: str) -> None:

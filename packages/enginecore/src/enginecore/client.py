@@ -28,6 +28,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         self.address = f"ipc://{self._folder}/core"
+        self._serving = False
         settings = {"config": config, "address": self.address}
         # A session of its own, so that Ctrl-C in a terminal reaches the front-end alone, which then decides.
         self._process = subprocess.Popen(
@@ -58,6 +59,7 @@ class CoreProcess:
         message = _START.decode(line)
         if isinstance(message, Failed):
             raise ModelError(message.message)
+        self._serving = True
         return message
 
     def watch(self, on_end: Callable[[str], None]) -> None:
@@ -69,7 +71,9 @@ class CoreProcess:
         ).start()
 
     def stop(self) -> None:
-        """End the process, by force if it does not go by itself, and remove its socket."""
+        """End the process, by force if it loads a model or does not go by itself, and remove its socket."""
+        if not self._serving:
+            self._process.kill()
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:

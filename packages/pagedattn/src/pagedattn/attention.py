@@ -6,6 +6,7 @@ import torch
 
 from pagedattn.backends import ScoreOptions, backend_name, load_backend
 from pagedattn.batch import AttentionBatch
+from pagedattn.layout import CACHE_DTYPES
 
 
 def write_kv(
@@ -92,6 +93,8 @@ def _check_cache(cache: torch.Tensor) -> None:
             "cache must be one layer's contiguous [num_blocks, 2, kv_heads, block_size, head_dim], "
             f"not {tuple(cache.shape)} with strides {cache.stride()}"
         )
+    if cache.dtype not in CACHE_DTYPES:
+        raise ValueError(f"a KV cache holds float32, float16 or bfloat16, not {cache.dtype}")
 
 
 def _check_query(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:

@@ -37,9 +37,9 @@ def rms_norm(
 
 
 def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.is_cuda:
-        return torch.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
-    # A norm needs no squared copy of x, which costs more than the arithmetic on a CPU.
+    if x.is_cuda and weight.dtype == x.dtype:
+        return torch.rms_norm(x, x.shape[-1:], weight, eps)  # one kernel there, eight passes on a CPU
+    # A norm makes no squared copy of x, which would cost more than the arithmetic.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).mul_(weight).to(x.dtype)

@@ -7,6 +7,9 @@ from torch import Tensor
 from enginecore.runner.step import RowStart, StepInput
 from enginecore.sampling.params import SamplingParams
 
+_MOST = 2**31 - 1
+"""More than any vocabulary has, and what an int32 column holds."""
+
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -65,7 +68,7 @@ class Rows:
         tokens = torch.from_numpy(np.array(start.tokens, np.int32))
         self.tokens[row, : len(tokens)] = tokens.to(self.tokens.device, non_blocking=True)
         self.num_prompt[row] = start.num_prompt
-        self.top_k[row] = params.top_k
+        self.top_k[row] = min(params.top_k, _MOST)
         self.seed[row] = np.uint64(start.seed % 2**64)
         self.logprobs[row] = _count(params.logprobs)
         self.prompt_logprobs[row] = _count(params.prompt_logprobs)
@@ -81,7 +84,7 @@ class Rows:
 
 
 def _count(asked: int | None) -> int:
-    return -2 if asked is None else asked
+    return -2 if asked is None else min(asked, _MOST)
 
 
 def _penalised(params: SamplingParams) -> bool:

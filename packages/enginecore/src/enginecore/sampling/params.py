@@ -12,6 +12,9 @@ MIN_TEMPERATURE = 0.01
 
 MAX_LOGIT_BIAS = 100.0
 
+MAX_SAMPLES = 16384
+"""Most samples of one prompt."""
+
 
 class RequestOutputKind(IntEnum):
     """Which outputs a request's iterator yields."""
@@ -85,7 +88,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.temperature = MIN_TEMPERATURE
 
     def _check_counts(self) -> None:
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MAX_SAMPLES)
         _integer("top_k", self.top_k, 0, note="0 or -1 turns it off")
         _integer("min_tokens", self.min_tokens, 0)
         _integer("max_tokens", self.max_tokens, 1, optional=True)

@@ -25,9 +25,7 @@ class DecodeChunk(NamedTuple):
 
     start: int  # of the chunk's sequences in the plan's order
     stop: int
-    tiles: (
-        torch.Tensor
-    )  # int64 [2 * n * kv_heads * width]: the cache's [block_size, head_dim] tiles to gather
+    tiles: torch.Tensor  # int64 [2 * n * kv_heads * width]: the [block_size, head_dim] tiles to gather
     hidden: torch.Tensor  # int64: gathered rows [head_dim] that no query may see
     mask: torch.Tensor  # float32 [n, L]: 0 where visible, -inf where hidden
     distance: torch.Tensor  # float32 [n, L]: key position - query position
