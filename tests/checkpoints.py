@@ -1,7 +1,7 @@
 """Tiny checkpoints whose answers are known, and the plain way to ask transformers for its own.
 
-`tok` is a byte tokenizer: id = byte value. `m_pos` says a script by position whatever the prompt; `m_rand`
-is a random model whose best logits lie far apart, so that rounding never changes a greedy token.
+A random model of `llama_config` has best logits that lie far apart, so that rounding never changes a greedy
+token. `byte_tokenizer` gives any of them text.
 """
 
 from collections.abc import Sequence
@@ -11,23 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-BOS, EOS, EOT, PAD, VOCAB = 256, 257, 258, 259, 320
+from byte_tokenizer import BOS, EOS
 
-
-def tok(path: Path, **special: Any) -> None:
-    """Write a byte-level tokenizer without merges to `path`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in keep]
-    characters = {b: chr(b) for b in keep} | {b: chr(256 + i) for i, b in enumerate(rest)}
-    tokenizer = Tokenizer(models.BPE(vocab={characters[b]: b for b in range(256)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<bos>", "<eos>", "<eot>", "<pad>"])
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", **special}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+VOCAB = 320
 
 
 def save_random(config: PretrainedConfig, path: Path, *, seed: int = 0) -> Path:

@@ -9,7 +9,8 @@ import sys
 import psutil
 import pytest
 
-from checkpoints import Oracle, llama_config, save_random, tok
+import byte_tokenizer
+from checkpoints import Oracle, llama_config, save_random
 from enginecore import AsyncEngine, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import EngineDeadError, ModelError, RequestAbortedError, RequestError
@@ -21,7 +22,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
-    tok(path)
+    byte_tokenizer.save(path)
     return path
 
 

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from checkpoints import EOS, Oracle, llama_config, save_random, tok
+import byte_tokenizer
+from byte_tokenizer import EOS
+from checkpoints import Oracle, llama_config, save_random
 from enginecore import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import ConfigError, RequestError
@@ -16,7 +18,9 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
-    tok(path, chat_template="{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}")
+    byte_tokenizer.save(
+        path, chat_template="{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+    )
     return path
 
 

@@ -109,7 +109,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.running = []
 
     @rule(
-        stem=st.sampled_from(STEMS),
         length=st.integers(0, 16),
         tail=st.lists(st.integers(1, 2), max_size=2),
         extra=st.sampled_from(EXTRAS),
@@ -117,9 +116,10 @@ class MemoryMachine(RuleBasedStateMachine):
         reserve=st.integers(0, 2),
         data=st.data(),
     )
-    def arrive(self, stem, length, tail, extra, reuse, reserve, data):
-        """A new request opens a row, and mostly is computed at once."""
-        tokens = stem[:length] + tail
+    def arrive(self, length, tail, extra, reuse, reserve, data):
+        """A new request opens a row, and mostly is computed at once; it may repeat another and its answer."""
+        stems = STEMS + [request.tokens for request in self.running + self.preempted]
+        tokens = data.draw(st.sampled_from(stems))[:length] + tail
         prefix = self.memory.prefix(np.array(tokens, np.int32), extra, reuse=reuse)
         request = Request(tokens, extra, prefix, reuse)
         self.open(request, reserve, data)
@@ -187,7 +187,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert fits == (length <= ROW_BLOCKS * BLOCK and lacking + reserve <= self.model.num_free)
 
     def run(self, requests, lengths, data):
-        """Compute up to `lengths`; a request whose tokens are all computed gets its next one."""
+        """Compute up to `lengths`; a request whose tokens are all computed gets its next ones."""
         if not self.grow(requests, lengths):
             return
         for request, length in zip(requests, lengths):
@@ -198,8 +198,9 @@ class MemoryMachine(RuleBasedStateMachine):
             for end in range((request.computed // BLOCK + 1) * BLOCK, length + 1, BLOCK):
                 self.model.index.setdefault(request.content(end), request.blocks[end // BLOCK - 1])
             request.computed = length
-            if length == len(request.tokens) < ROW_BLOCKS * BLOCK:
-                request.tokens.append(data.draw(st.integers(1, 2)))
+            room = ROW_BLOCKS * BLOCK - length
+            if length == len(request.tokens) and room:
+                request.tokens += data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=min(room, 4)))
 
     def grow(self, requests, lengths):
         rows = [request.row for request in requests]

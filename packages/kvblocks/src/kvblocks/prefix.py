@@ -43,5 +43,4 @@ class Prefix:
     def cover(self, tokens: NDArray[np.int32], length: int) -> None:
         """Hash what is not hashed yet of `tokens[:length]`, the request's own tokens (int32 [n ≥ length])."""
         assert self.hasher is not None, "without prefix caching there are no keys"
-        if length > self.hasher.num_tokens:
-            self.keys += self.hasher.extend(tokens[self.hasher.num_tokens : length])
+        self.keys += self.hasher.extend(tokens[self.hasher.num_tokens : length])

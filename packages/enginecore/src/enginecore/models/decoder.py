@@ -31,8 +31,9 @@ class Decoder(nn.Module):
         """
         x = self.embed(ids)
         residual = x.new_zeros(x.shape)
+        rotation = self.table.index_select(0, positions)
         for layer, layer_cache in zip(self._order, cache.unbind(0), strict=True):
-            x, residual = layer(x, residual, positions, self.table, layer_cache, batch)
+            x, residual = layer(x, residual, rotation, layer_cache, batch)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -57,22 +57,27 @@ class Attention(nn.Module):
             comm=comm,
         )
         self.o = RowParallelLinear(
-            spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.o_bias, comm=comm
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            units=spec.num_heads,
+            bias=spec.o_bias,
+            comm=comm,
         )
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
-    def forward(
-        self, x: Tensor, positions: Tensor, table: Tensor, cache: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """Return the attention output of x [tokens, hidden], writing its keys and values to `cache`."""
+    def forward(self, x: Tensor, rotation: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Return the attention output of x [tokens, hidden], writing its keys and values to `cache`.
+
+        `rotation` [tokens, rotary_dim] holds the cosines and sines of the tokens' positions.
+        """
         tokens = x.shape[0]
         query, key, value = (
             part.view(tokens, -1, self.head_dim) for part in self.qkv(x).split(self.qkv.local_parts, dim=-1)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotary(query, key, positions, table)
+        query, key = rotary(query, key, None, rotation)
         write_kv(key, value, cache, batch.slots)
         mixed = attend(query, cache, batch, scale=self.scale, window=self.window)
         return self.o(mixed.reshape(tokens, -1))
@@ -106,14 +111,13 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         residual: Tensor,
-        positions: Tensor,
-        table: Tensor,
+        rotation: Tensor,
         cache: Tensor,
         batch: AttentionBatch,
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output, not yet added, and the residual stream, both [tokens, hidden]."""
         normed, residual = self.input_norm.add(x, residual)
-        mixed = self.attention(normed, positions, table, cache, batch)
+        mixed = self.attention(normed, rotation, cache, batch)
         normed, residual = self.post_norm.add(mixed, residual)
         return self.mlp(normed), residual
 

@@ -8,6 +8,7 @@ from enginecore.model_files import ModelFiles
 from enginecore.models.decoder import Decoder
 from enginecore.models.families import decoder_spec
 from enginecore.weights import checkpoint
+from enginecore.weights.packing import can_pack, pack_linear_layers
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that older checkpoints carry and that are computed here."""
@@ -30,6 +31,8 @@ def load_decoder(
     finally:
         torch.set_default_dtype(default)
     _fill(model, files)
+    if can_pack(dtype, device):
+        pack_linear_layers(model)
     return model.eval()
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-BOS, EOS, PAD, VOCAB = 256, 257, 258, 320
+import byte_tokenizer
+from byte_tokenizer import BOS, EOS
+
+VOCAB = 320
 
 CHAINS = (b"abcSTOPzz", "q\N{HOT PEPPER}é语".encode(), b"e", b"u\xffv")
 """What follows each first byte. A chain ends in EOS, but for the first, which goes on with z."""
@@ -19,7 +22,7 @@ CHAINS = (b"abcSTOPzz", "q\N{HOT PEPPER}é语".encode(), b"e", b"u\xffv")
 def write(path: Path) -> Path:
     """Write model and tokenizer to the folder `path`."""
     path.mkdir(parents=True)
-    _write_tokenizer(path)
+    byte_tokenizer.save(path, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -71,19 +74,3 @@ def _successors() -> list[int]:
             following[token] = after
     following[ord("z")] = ord("z")
     return following
-
-
-def _write_tokenizer(path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    characters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
-    tokenizer.save(str(path / "tokenizer.json"))
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-    settings = {**names, "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
