@@ -103,6 +103,9 @@ def test_a_freed_row_takes_its_changes_with_it():
     tables.free(0)
     tables.grow([0], [4])  # another sequence in the same row: told from the start
     assert drained(tables) == [(0, 0, 1)]
+    tables.free(0)
+    tables.grow([0], [8])
+    assert drained(tables) == [(0, 0, 1), (0, 1, 0)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One device: load the model, size its cache, run steps."""
 
+import ctypes
 import platform
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from enginecore.runner.runner import PendingOutput, Runner
 from enginecore.runner.step import StepInput
 from pagedattn import AttentionBatch, KVLayout, allocate
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+"""The most that glibc accepts (malloc.h, DEFAULT_MMAP_THRESHOLD_MAX)."""
+
 
 class Worker:
     """A model on one device, ready to run steps.
@@ -28,6 +33,8 @@ class Worker:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.device = pick_device(config.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         spec = decoder_spec(files.config)
         self.dtype = pick_dtype(config.dtype, files, self.device)
         limit = config.max_model_len or spec.max_position
@@ -56,6 +63,18 @@ class Worker:
         if self.device.type == "cpu":
             return cpu_bytes(config)
         return cuda_bytes(config, self.device, _peak_bytes(self._model, config, layout, self.device))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep large blocks that are freed, for the next step to use.
+
+    By default each activation of a megabyte or more is mapped and unmapped again in every layer, and the page
+    faults cost more than the arithmetic. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def pick_device(name: str) -> torch.device:

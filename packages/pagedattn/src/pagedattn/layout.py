@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,4 +54,9 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device | str = "cp
     if num_blocks < 1:
         raise ValueError(f"a cache needs at least one block, not {num_blocks}")
     shape = (layout.num_layers, num_blocks, *layout.block_shape)
-    return torch.zeros(shape, dtype=layout.dtype, device=device)
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=layout.dtype, device=device)
+    # numpy asks the system for zeroed memory, which takes none until a block is first written; torch.zeros
+    # would touch all of it now.
+    raw = np.zeros(num_blocks * layout.bytes_per_block, dtype=np.uint8)
+    return torch.from_numpy(raw).view(layout.dtype).view(shape)
