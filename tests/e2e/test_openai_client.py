@@ -13,6 +13,7 @@ import httpx
 import openai
 import psutil
 import pytest
+
 import successor_model
 
 PEPPER = "\N{HOT PEPPER}é语"

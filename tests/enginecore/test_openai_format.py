@@ -51,8 +51,8 @@ def test_a_body_without_limit_on_logprobs():
 
 def test_output_kinds():
     whole, stream = CompletionBody(), CompletionBody(stream=True)
-    assert conversion.completion_params(whole).output_kind == RequestOutputKind.FINAL_ONLY
-    assert conversion.completion_params(stream).output_kind == RequestOutputKind.DELTA
+    assert conversion.completion_params(whole, {}).output_kind == RequestOutputKind.FINAL_ONLY
+    assert conversion.completion_params(stream, {}).output_kind == RequestOutputKind.DELTA
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_output_kinds():
 )
 def test_the_default_of_max_tokens_fits_the_prompt(asked, min_tokens, prompt, expected):
     body = CompletionBody(max_tokens=asked, min_tokens=min_tokens)
-    params = conversion.completion_params(body)
+    params = conversion.completion_params(body, {})
     assert conversion.fit_default(body, params, prompt, 64).max_tokens == expected
 
 
@@ -97,3 +97,9 @@ def test_text_is_refused_where_there_is_no_tokenizer():
     output = RequestOutput("r", None, [1], [], True)
     with pytest.raises(RequestError, match="no tokenizer"):
         answers.echoed_text(output, answers.NoVocabulary())
+
+
+def test_the_models_own_parameters_fill_what_a_body_leaves_open():
+    body = decode(b'{"prompt": "a", "top_p": 0.5, "temperature": null}', CompletionBody)
+    params = conversion.completion_params(body, {"temperature": 0.2, "top_p": 0.9, "top_k": 20})
+    assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.5, 20)

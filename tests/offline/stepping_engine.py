@@ -5,7 +5,7 @@ Each step gives every request one token, the next of its prompt, after which an 
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from enginecore.config import EngineConfig
 from enginecore.errors import RequestError
@@ -34,6 +34,7 @@ class ByteTokenizer:
 
 class ByteFrontend:
     tokenizer = ByteTokenizer()
+    sampling_defaults: ClassVar[dict[str, Any]] = {}
 
     def prepare_prompt(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
         if isinstance(prompt, str):

@@ -64,6 +64,7 @@ class ScriptedFrontend:
         self.tokenizer = ByteTokenizer()
         self.limits = LIMITS
         self.added_special_tokens = False
+        self.sampling_defaults: dict[str, Any] = {}
 
     def prepare_prompt(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
         self.added_special_tokens = add_special_tokens

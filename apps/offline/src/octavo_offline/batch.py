@@ -135,12 +135,13 @@ def _chat_job(engine: "LLMEngine", custom_id: str, model: str, body: ChatBody) -
     _refuse_streaming(body)
     prompt = engine.frontend.prepare_chat(body.messages, **conversion.template_options(body))
     key = _Key(custom_id, _head("chatcmpl", model), body)
-    return Job(key, [prompt], [conversion.chat_params(body)], body.priority or 0, body.cache_salt)
+    params = conversion.chat_params(body, engine.frontend.sampling_defaults)
+    return Job(key, [prompt], [params], body.priority or 0, body.cache_salt)
 
 
 def _completion_job(engine: "LLMEngine", custom_id: str, model: str, body: CompletionBody) -> Job:
     _refuse_streaming(body)
-    params = conversion.completion_params(body)
+    params = conversion.completion_params(body, engine.frontend.sampling_defaults)
     texts = conversion.completion_prompts(body.prompt)
     conversion.check_choices(len(texts), body.samples)
     special = body.add_special_tokens is not False

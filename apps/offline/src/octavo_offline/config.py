@@ -1,5 +1,6 @@
 """What a run does and how it samples; the engine's options are in `enginecore.config`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -39,22 +40,31 @@ class SamplingConfig:
     )
     min_tokens: int = _option(0, "fewest tokens of an answer")
     n: int = _option(1, "answers to each prompt")
-    temperature: float = _option(1.0, "randomness; 0 always takes the likeliest token")
-    top_p: float = _option(1.0, "choose among the likeliest tokens that together have this probability")
-    top_k: int = _option(0, "choose among this many likeliest tokens; 0: all")
-    min_p: float = _option(0.0, "leave out tokens less likely than this share of the likeliest")
+    temperature: float | None = _option(
+        None, "randomness; 0 always takes the likeliest token; default: what the model recommends"
+    )
+    top_p: float | None = _option(
+        None, "choose among the likeliest tokens that together have this probability; default as above"
+    )
+    top_k: int | None = _option(None, "choose among this many likeliest tokens; 0: all; default as above")
+    min_p: float | None = _option(
+        None, "leave out tokens less likely than this share of the likeliest; default as above"
+    )
     presence_penalty: float = _option(0.0, "lower the logits of tokens in the answer so far")
     frequency_penalty: float = _option(0.0, "the same, for each time they occur")
-    repetition_penalty: float = _option(1.0, "divide the logits of tokens in prompt and answer")
+    repetition_penalty: float | None = _option(
+        None, "divide the logits of tokens in prompt and answer; default as above"
+    )
     stop: tuple[str, ...] = _option((), "text that ends an answer; may be given again", repeat=True)
     ignore_eos: bool = _option(False, "go on after an end-of-sequence token")
 
     def __post_init__(self) -> None:
-        self.params(self.max_tokens)
+        self.params(self.max_tokens, {})
 
-    def params(self, max_tokens: int | None) -> SamplingParams:
-        """Return the sampling parameters with that many tokens at most."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+    def params(self, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters with that many tokens at most; `defaults` are the model's own."""
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         values |= {"max_tokens": max_tokens, "stop": list(self.stop)}
         try:
             return SamplingParams(**values, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -21,7 +21,8 @@ def run_prompts(engine: "LLMEngine", run: RunConfig, sampling: SamplingConfig, o
     jobs = []
     for index, text in enumerate(run.prompt):
         prompt = _prepare(engine, run, text)
-        jobs.append(Job(index, [prompt], [sampling.params(_max_tokens(engine, sampling, prompt))]))
+        most = _max_tokens(engine, sampling, prompt)
+        jobs.append(Job(index, [prompt], [sampling.params(most, engine.frontend.sampling_defaults)]))
     finished: dict[int, RequestOutput] = {}
     with show_progress(len(jobs)) as progress:
         for result in run_jobs(engine, jobs, progress):

@@ -15,7 +15,7 @@ from enginecore.admission import bad_word_ids, check_params, check_prompt, outpu
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
 from enginecore.messages import RUNNING, AddRequest, Outputs, Ready, TokenLogprobs, tokens_to_bytes
-from enginecore.model_files import ModelFiles, eos_token_ids
+from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
 from enginecore.outputs import Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling.params import SamplingParams
 from enginecore.text.assembly import RequestAssembler, SampleAssembler
@@ -71,6 +71,8 @@ class Frontend:
         self.tokenizer = tokenizer
         self.limits: Ready | None = None
         """The engine's limits, to be set once its core is ready; no request is taken before."""
+        self.sampling_defaults = sampling_defaults(files)
+        """What the model recommends for parameters that a request leaves open."""
         self._config = config
         self._clock = clock
         self._eos_ids = eos_token_ids(files) or _eos_of(tokenizer)

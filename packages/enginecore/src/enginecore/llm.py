@@ -34,6 +34,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
+        Without `params` the model's own recommendations hold, from its generation_config.json.
+
         A prompt is text, a mapping with `prompt` or `prompt_token_ids`, or (in a list of prompts) token ids.
 
         Raises:
@@ -65,6 +67,8 @@ class LLM:
     def _run(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
+        if params is None:
+            params = SamplingParams(**self.engine.frontend.sampling_defaults)
         each = _one_for_each(params, len(prompts))
         ids = [str(self._counter + i) for i in range(len(prompts))]
         self._counter += len(prompts)
@@ -100,11 +104,9 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
     return list(cast(Sequence[Sequence[Message]], messages))
 
 
-def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        wanted = [params or SamplingParams()] * count
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        wanted = [params] * count
     else:
         wanted = list(params)
     if len(wanted) != count:

