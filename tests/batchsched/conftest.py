@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batchsched import Finish, Limits, Request, Scheduler, StepResult
+from batchsched import Finish, Limits, Request, Scheduler, StepResult, Swap
 
 
 class CountingMemory:
@@ -55,6 +55,58 @@ class CountingMemory:
 
     def check_empty(self):
         assert self.held == {}
+
+
+class SwapMemory(CountingMemory):
+    """Has a host tier: a number of blocks, and for each prefix what it keeps there."""
+
+    def __init__(self, num_blocks, block_size=4, host_blocks=0):
+        super().__init__(num_blocks, block_size)
+        self.host_blocks = host_blocks
+        self.prefixes = {}  # row: the prefix it is open with
+        self.has = {}  # row: how much of it is computed
+        self.swapped_out = self.swapped_in = 0
+        self.host = {}  # prefix: (blocks, computed tokens)
+
+    def prefix(self, tokens, extra, *, reuse):
+        return object()
+
+    def fits(self, prefix, length, reserve):
+        assert self.host.get(prefix, (0, 0))[1] < length
+        return super().fits(prefix, length, reserve)
+
+    def open(self, row, prefix):
+        super().open(row, prefix)
+        assert prefix not in self.prefixes.values()
+        self.prefixes[row] = prefix
+        self.held[row], self.has[row] = self.host.pop(prefix, (0, 0))
+        assert self.num_free >= 0
+        self.swapped_in += self.has[row]
+        return self.has[row]
+
+    def computed(self, rows, lengths, tokens):
+        super().computed(rows, lengths, tokens)
+        self.has.update(zip(rows.tolist(), lengths.tolist()))
+
+    def close(self, row):
+        super().close(row)
+        del self.prefixes[row], self.has[row]
+
+    def swap_out(self, row):
+        blocks = -(-self.has[row] // self.block_size)
+        if blocks + sum(blocks for blocks, _ in self.host.values()) > self.host_blocks:
+            return False
+        self.swapped_out += self.has[row]
+        self.host[self.prefixes[row]] = blocks, self.has[row]
+        self.close(row)
+        return True
+
+    def forget(self, prefix):
+        self.host.pop(prefix, None)
+
+    def check_empty(self):
+        super().check_empty()
+        assert self.host == {}
 
 
 class PrefixMemory:
@@ -169,30 +221,46 @@ class Runner:
             self.rows[opened.row] = SimpleNamespace(
                 handle=opened.handle, tokens=opened.tokens.tolist(), computed=opened.num_cached
             )
-        sampled = []
-        for row, start, count, samples in zip(*(column.tolist() for column in plan[1:5])):
+        sampled, counts, drafts = [], [], plan.drafts.tolist()
+        for row, start, count, samples, drafted in zip(
+            *(column.tolist() for column in plan[1:5]), plan.num_drafts.tolist()
+        ):
             state = self.rows[row]
             assert start == state.computed
-            assert count >= 1
-            state.computed += count
+            assert count > drafted >= 0
+            state.computed += count - drafted
             assert state.computed <= len(state.tokens)
             assert samples == (state.computed == len(state.tokens))
+            assert samples or not drafted
             if samples:
-                sampled.append(token_at(state.handle, len(state.tokens)))
-                state.tokens.append(sampled[-1])
-        return StepResult(plan.step, np.array(sampled, np.int32))
+                counts.append(self.verify(state, [drafts.pop(0) for _ in range(drafted)]))
+                sampled += state.tokens[-counts[-1] :]
+        assert not drafts
+        result = StepResult(plan.step, np.array(sampled, np.int32))
+        return result._replace(counts=np.array(counts, np.int32)) if plan.drafts.size else result
+
+    def verify(self, state, drafts):
+        """Sample behind each draft up to the first that is wrong. Returns how many tokens that gave."""
+        for number, draft in enumerate([*drafts, None], start=1):
+            state.tokens.append(token_at(state.handle, len(state.tokens)))
+            if state.tokens[-1] != draft:
+                return number
+            state.computed += 1
+        raise AssertionError("the token after the last draft has no draft to agree with")
 
 
 class Engine:
     """A scheduler, its memory and a runner; `emitted` and `finished` are by handle."""
 
-    def __init__(self, memory, *, policy=None, clock=None, **limits):
+    def __init__(self, memory, *, policy=None, preemption=None, clock=None, **limits):
         self.memory = memory
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "headroom": 0}
         self.limits = Limits(**defaults | limits)
-        self.scheduler = Scheduler(self.limits, memory, policy, **({"clock": clock} if clock else {}))
+        clocks = {"clock": clock} if clock else {}
+        self.scheduler = Scheduler(self.limits, memory, policy, preemption, **clocks)
         self.runner = Runner()
         self.results = deque()
+        self.plans = deque()  # those in flight
         self.emitted = {}
         self.finished = {}
         self.requests = {}
@@ -206,14 +274,40 @@ class Engine:
         self.requests[handle] = request
         self.emitted[handle] = []
 
+    def draft(self, handle, right, wrong=0):
+        """Draft and return tokens for a request that runs: first some right ones, then some wrong ones."""
+        (row,) = (row for row, state in self.runner.rows.items() if state.handle == handle)
+        known = len(self.runner.rows[row].tokens)
+        drafts = [token_at(handle, position) for position in range(known, known + right)] + [-1] * wrong
+        self.scheduler.draft(np.array([row]), np.array([drafts], np.int32))
+        return drafts
+
+    def may_draft(self):
+        """Requests that run, may have drafts, and have no step in flight that samples."""
+        sampling = {row for plan in self.plans for row in plan.rows[plan.samples].tolist()}
+        return [
+            state.handle
+            for row, state in self.runner.rows.items()
+            if row not in sampling
+            and state.handle in self.requests
+            and state.handle not in self.finished
+            and self.requests[state.handle].max_drafts
+        ]
+
+    @property
+    def num_in_flight(self):
+        return len(self.results)
+
     def plan(self):
         plan = self.scheduler.plan()
         if plan.rows.size:
             self.results.append(self.runner.run(plan))
+            self.plans.append(plan)
         return plan
 
     def commit(self):
         self.memory.published = {}
+        self.plans.popleft()
         committed = self.scheduler.commit(self.results.popleft())
         for row, tokens in self.memory.published.items():
             assert tokens == self.runner.rows[row].tokens[: len(tokens)]
@@ -259,9 +353,14 @@ class Engine:
 
 @pytest.fixture
 def engine():
-    """Makes an engine: `engine(num_blocks, block_size=4, prefix_cache=False, **limits)`."""
+    """Makes an engine: `engine(num_blocks, block_size=4, prefix_cache=False, host_blocks=None, **limits)`.
 
-    def make(num_blocks, block_size=4, prefix_cache=False, **options):
+    With `host_blocks` it swaps.
+    """
+
+    def make(num_blocks, block_size=4, prefix_cache=False, host_blocks=None, **options):
+        if host_blocks is not None:
+            return Engine(SwapMemory(num_blocks, block_size, host_blocks), preemption=Swap(), **options)
         memory = (PrefixMemory if prefix_cache else CountingMemory)(num_blocks, block_size)
         return Engine(memory, **options)
 

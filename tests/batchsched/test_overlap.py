@@ -107,7 +107,7 @@ def test_a_victim_leaves_when_its_last_step_is_committed(engine):
     assert e.commit().handles.tolist() == [1, 2]
     assert e.ran(e.plan()) == {}
     assert e.commit().handles.tolist() == [1, 2]  # the victim's tokens count
-    assert e.scheduler.load() == (1, 1, 9, 2 / 4, 1)
+    assert e.scheduler.load() == (1, 1, 9, 2 / 4, 1, 0)
     plan = e.plan()
     assert (plan.closed.tolist(), e.ran(plan)) == ([1], {1: (8, 1, "*")})
     e.drain(depth=1)

@@ -280,6 +280,7 @@ def test_committed_says_where_its_tokens_came_from(engine):
         "int32",
         "int32",
         "int32",
+        "int32",
     ]
 
 
@@ -451,10 +452,10 @@ class TestPause:
 
 def test_load(engine):
     e = engine(num_blocks=8, max_num_seqs=2)
-    assert e.scheduler.load() == (0, 0, 0, 0.0, 0)
+    assert e.scheduler.load() == (0, 0, 0, 0.0, 0, 0)
     for handle, prompt in ((1, 4), (2, 7), (3, 5), (4, 6)):
         e.add(handle, prompt, max_tokens=2)
-    assert e.scheduler.load() == (0, 4, 22, 0.0, 0)
+    assert e.scheduler.load() == (0, 4, 22, 0.0, 0, 0)
     e.step()
     load = e.scheduler.load()
     assert (load.running, load.waiting, load.waiting_tokens, load.kv_usage) == (2, 2, 11, 3 / 8)

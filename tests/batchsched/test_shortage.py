@@ -20,7 +20,7 @@ def test_the_latest_gives_way_and_comes_back_with_all_its_tokens(engine):
     plan = e.plan()
     assert e.ran(plan) == {1: (8, 1, "*")}
     assert plan.closed.tolist() == [1]
-    assert e.scheduler.load() == (1, 1, 8, 3 / 4, 1)
+    assert e.scheduler.load() == (1, 1, 8, 3 / 4, 1, 0)
     e.commit()
     assert e.step() == {1: (9, 1, "*")}
     assert e.step() == {1: (10, 1, "*")}

@@ -6,7 +6,9 @@ from batchsched.waiting import Entry, WaitingQueue
 
 def entry(rank, turn, size=1):
     tokens = np.zeros(size, np.int32)
-    return Entry(Request(turn, tokens, 1), rank, turn, target=9, prefix=None, tokens=tokens, queued_at=0.0)
+    return Entry(
+        Request(turn, tokens, 1), rank, turn, target=9, prefix=None, tokens=tokens, queued_at=0.0, held=False
+    )
 
 
 def test_by_rank_then_by_turn():

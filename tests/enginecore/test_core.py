@@ -98,6 +98,65 @@ def test_preempted_as_undisturbed(model, truth, caching, budget):
     assert core.stats().preemptions > 5
 
 
+BLOCK_GIB = 2 * 2 * 2 * 16 * 16 * 4 / 2**30
+"""A block of the model: layers, keys and values, heads, tokens, channels, bytes."""
+
+
+@pytest.mark.parametrize("host_blocks", [3, 1000])
+@pytest.mark.parametrize("caching", [True, False])
+def test_swapped_as_undisturbed(model, truth, caching, host_blocks):
+    asks, expected = truth
+    core = start_core(
+        model,
+        num_blocks_override=12,
+        max_model_len=128,
+        enable_prefix_caching=caching,
+        preemption_mode="swap",
+        swap_space=host_blocks * BLOCK_GIB,
+    )
+    assert_same(run(core, asks), expected)
+    assert core.stats().preemptions > 5
+
+
+@pytest.mark.parametrize("preemption", [{}, {"preemption_mode": "swap", "swap_space": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"scheduling_policy": "priority"},
+        {"scheduling_policy": "time_slice", "time_slice_tokens": 4},
+        {"scheduling_policy": "shortest_first"},
+    ],
+    ids=str,
+)
+def test_every_policy_gives_the_same_answers(model, truth, policy, preemption):
+    asks, expected = truth
+    core = start_core(model, num_blocks_override=20, max_num_seqs=5, **policy, **preemption)
+    assert_same(run(core, asks), expected)
+
+
+def test_blocks_that_were_evicted_come_back_from_the_host(model):
+    core = start_core(model, num_blocks_override=4, swap_space=100 * BLOCK_GIB)
+    a = Ask([(5 * i) % 256 for i in range(48)], 8)
+    first = run(core, [a])[0]
+    run(core, [Ask([(7 * i + 1) % 256 for i in range(64)], 1)])
+    again = run(core, [a])[0]
+    assert (again.cached, again.tokens) == (32, first.tokens)
+
+
+def test_the_better_priority_goes_first(model):
+    core = start_core(model, max_num_seqs=1, scheduling_policy="priority")
+    order = []
+    for number, priority in enumerate([3, 1, 2]):
+        added = message(number, Ask([1, 2, 3], 4))
+        added.priority = priority
+        core.add(0, added)
+    while core.has_work:
+        for outputs in core.step().values():
+            numbers, _, finished = outputs.columns()
+            order += numbers[finished > 0].tolist()
+    assert order == [1, 2, 0]
+
+
 @pytest.mark.parametrize("length", [16, 32, 33, 48])
 def test_a_wholly_cached_prompt(model, length):
     core = start_core(model)
@@ -271,6 +330,8 @@ def test_a_cache_salt_keeps_requests_apart(model):
         ({"num_blocks_override": 0}, ["no block"]),
         ({"kv_cache_memory_bytes": 1 << 50}, ["1125899906842624", "free"]),
         ({"max_model_len": 4096}, ["4096", "512"]),
+        ({"swap_space": 1e6}, ["swap_space", "free"]),
+        ({"preemption_mode": "swap"}, ["needs swap_space"]),
     ],
 )
 def test_limits_that_contradict_the_memory(model, options, parts):

@@ -191,6 +191,21 @@ def test_stats_count_tokens_once_a_request():
     rig.memory.close(0)
     rig.open(1, [*A, 2, 2], prefix)  # back from preemption
     assert (rig.memory.stats.queries, rig.memory.stats.hits) == (19, 8)
+    assert rig.memory.stats.hit_rate == 8 / 19
+
+
+def test_waste_is_what_is_allocated_and_not_computed():
+    rig = Rig()
+    assert rig.memory.waste == 0
+    rig.open(0, A[:5])
+    assert rig.memory.waste == 1
+    rig.computed(0, 5)
+    assert rig.memory.waste == 3 / 8
+    rig.open(1, [*A[:4], 30])  # shares the first block: 3 blocks with 3 + 4 free slots
+    assert rig.memory.waste == 7 / 12
+    rig.memory.close(0)
+    rig.computed(1, 5)
+    assert rig.memory.waste == 3 / 8
 
 
 def test_fits_does_not_count_cached_blocks_twice():
@@ -296,7 +311,7 @@ def wrong_owner(rig, _):
 
 
 def closed_row(rig, _):
-    rig.memory._open[0] = False
+    rig.memory._rows.is_open[0] = False
 
 
 def early_key(rig, prefix):

@@ -24,7 +24,17 @@ def test_the_readme_program_does_what_it_says():
     assert lines[1].startswith("row 1: compute tokens 8 to 9,")
     assert lines[2:5] == [
         "[[ 0  1  2 -1]",
-        " [ 0  1  3 -1]] 2 CacheStats(queries=19, hits=8)",
+        " [ 0  1  3 -1]] 2 CacheStats(queries=19, hits=8, restored=0)",
         "5 blocks were asked for and 2 are free",
     ]
     assert lines[5].startswith("6 BlockStored(block=0, key=")
+
+
+def test_the_readme_program_with_two_tiers_does_what_it_says():
+    program = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    assert run(program).splitlines() == [
+        "[[0 1]",
+        " [0 2]] 0.3333333333333333",
+        "True 2",
+        "6 CopyList(sources=array([1], dtype=int32), destinations=array([2], dtype=int32))",
+    ]

@@ -221,3 +221,56 @@ def test_check_sees_damage(damage):
     damage(pool)
     with pytest.raises(IntegrityError):
         pool.check()
+
+
+def test_a_match_is_looked_up_again_only_where_it_changed():
+    pool = BlockPool(4)
+    keys = [bytes([n]) * 32 for n in range(1, 5)]
+    blocks = pool.allocate(3)
+    pool.publish(blocks[:2], keys[:2])
+    first = pool.rematch(keys)
+    assert first.blocks.tolist() == [0, 1]
+    assert pool.rematch(keys, first) is first
+    pool.publish(blocks[2:], keys[2:3])
+    longer = pool.rematch(keys, first)
+    assert longer.blocks.tolist() == [0, 1, 2]
+    pool.release(blocks)
+    pool.allocate(2)  # the blank one, and block 2, which loses its key
+    shorter = pool.rematch(keys, longer)
+    assert shorter.blocks.tolist() == [0, 1]
+    pool.allocate(1)  # block 1
+    again = pool.allocate(1)  # block 0
+    pool.publish(again, keys[1:2])  # another content in the same block
+    assert pool.rematch(keys, shorter).blocks.tolist() == []
+    assert pool.rematch(keys[1:]).blocks.tolist() == [0]
+
+
+def test_whoever_asks_is_told_of_evictions():
+    evicted = []
+    pool = BlockPool(3, on_evict=lambda blocks, keys: evicted.append((blocks.tolist(), keys)))
+    blocks = pool.allocate(3)
+    pool.publish(blocks[:2], [b"a", b"b"])
+    pool.release(blocks)
+    pool.allocate(1)
+    assert evicted == []
+    pool.allocate(2)
+    assert evicted == [([1, 0], [b"b", b"a"])]
+    pool.reset()
+    assert len(evicted) == 1
+
+
+def test_lifetimes_end_when_content_is_lost():
+    now = [10.0]
+    pool = BlockPool(3, clock=lambda: now[0])
+    blocks = pool.allocate(3)
+    assert pool.stats.mean_lifetime == 0
+    pool.publish(blocks[:2], [b"a", b"b"])
+    now[0] = 12.0
+    pool.release(blocks)  # block 2 has no key: lost after 2 seconds
+    assert (pool.stats.lost, pool.stats.mean_lifetime) == (1, 2.0)
+    now[0] = 15.0
+    pool.allocate(2)  # block 2 again, and block 1, evicted after 5 seconds
+    assert (pool.stats.lost, pool.stats.lifetimes) == (2, 7.0)
+    now[0] = 20.0
+    pool.reset()  # block 0, after 10 seconds
+    assert (pool.stats.lost, pool.stats.lifetimes) == (3, 17.0)

@@ -108,11 +108,66 @@ def test_a_freed_row_takes_its_changes_with_it():
     assert drained(tables) == [(0, 0, 1), (0, 1, 0)]
 
 
+def test_trim_gives_back_whole_blocks_before_a_token():
+    pool, tables = make()
+    tables.grow([0, 2], [17, 4])
+    tables.trim([0, 2], [3, 0])
+    assert pool.num_free == 2
+    tables.trim(np.array([2, 0], np.int32), np.array([1, 11], np.int32))
+    assert tables.array[0].tolist() == [-1, -1, 2, 3, 4]
+    assert (tables.firsts.tolist(), tables.counts.tolist()) == ([2, 0, 0], [5, 0, 1])
+    assert tables.held(0).tolist() == [2, 3, 4]
+    assert pool.num_free == 4
+    tables.check()
+    tables.trim([0], [5])  # was trimmed further already
+    tables.trim([0], [99])
+    assert tables.held(0).size == 0
+    tables.grow([0], [18])
+    assert pool.num_free == 7  # the row's length stays what it was
+    tables.free(0)
+    assert tables.firsts[0] == 0
+    tables.check()
+
+
+def test_rows_that_share_a_block_leave_it_together():
+    pool, tables = make()
+    shared = pool.allocate(2)
+    for row in (1, 2):
+        pool.share(shared)
+        tables.attach(row, shared)
+    pool.release(shared)
+    tables.trim([0, 1, 2], [0, 4, 8])
+    assert pool.refcounts[:2].tolist() == [0, 1]
+    tables.check()
+
+
+def test_trimmed_entries_are_no_changes():
+    _, tables = make()
+    tables.grow([0], [12])
+    tables.trim([0], [4])
+    assert drained(tables) == [(0, 1, 1), (0, 2, 2)]
+    tables.trim([0], [8])
+    assert drained(tables) == []
+
+
+def test_attach_may_leave_the_beginning_out():
+    pool, tables = make()
+    tables.attach(1, pool.allocate(2), 3)
+    assert tables.array[1].tolist() == [-1, -1, -1, 0, 1]
+    assert drained(tables) == [(1, 3, 0), (1, 4, 1)]
+    assert tables.needed([1], [20]) == 0
+    tables.check()
+    tables.free(1)
+    assert pool.num_free == 8
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda tables: tables.grow([0], [21]), "row 0 would need 6 blocks, a row holds 5"),
-        (lambda tables: tables.grow([1, 1], [4, 4]), "a row is to grow twice"),
+        (lambda tables: tables.grow([1, 1], [4, 4]), "a row is named twice"),
+        (lambda tables: tables.trim([0, 0], [4, 4]), "a row is named twice"),
+        (lambda tables: tables.attach(1, [1, 2], 4), "6 blocks do not fit a row of 5"),
         (lambda tables: tables.grow([-1], [4]), "rows go from 0 to 2, not from -1"),
         (lambda tables: tables.attach(0, [1]), "row 0 holds 1 blocks already"),
         (lambda tables: tables.attach(1, [1] * 6), "6 blocks do not fit a row of 5"),

@@ -39,6 +39,10 @@ class Batch(NamedTuple):
         counts = np.clip(left, 0, self.counts).astype(np.int32)
         return self._replace(counts=counts).only(counts > 0)
 
+    def up_to(self, ends: NDArray[np.int32]) -> "Batch":
+        """No row further than `ends` (int32 [n]), which lie behind its start."""
+        return self._replace(counts=np.minimum(self.counts, ends - self.starts))
+
     def num_fitting(self, memory: Memory, blocks: int) -> int:
         """How many of the rows, from the first on, can grow with so many blocks."""
         ends = self.ends

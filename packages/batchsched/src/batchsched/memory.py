@@ -37,11 +37,17 @@ class Memory(Protocol):
         ...
 
     def fits(self, prefix: Any, length: int, reserve: int) -> bool:
-        """Whether a row opened now can grow to `length` tokens and leave `reserve` blocks free."""
+        """Whether a row opened now can grow to `length` tokens and leave `reserve` blocks free.
+
+        A `reserve` below zero counts on as many more blocks coming free.
+        """
         ...
 
     def open(self, row: int, prefix: Any) -> int:
-        """Begin a row, and return how many leading tokens need no computing: fewer than the request has."""
+        """Begin a row, and return how many leading tokens need no computing: fewer than the request has.
+
+        If the prefix has a copy in the host tier, that comes back.
+        """
         ...
 
     def needed(self, rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> int:
@@ -64,4 +70,15 @@ class Memory(Protocol):
 
     def close(self, row: int) -> None:
         """Take the row's blocks back. No step in flight reads or writes them any more."""
+        ...
+
+    def swap_out(self, row: int) -> bool:
+        """Close the row and keep what it has computed in the host tier, for its prefix to open with.
+
+        False, with nothing changed, if there is no room. Called by `Swap` only.
+        """
+        ...
+
+    def forget(self, prefix: Any) -> None:
+        """Drop the prefix's copy in the host tier, if it has one. Called by `Swap` only."""
         ...

@@ -35,13 +35,17 @@ class StepPlan(NamedTuple):
     starts: NDArray[np.int32]
     """Position of the first token to run, which a step in flight may have yet to sample."""
     counts: NDArray[np.int32]
-    """How many tokens to run, at least 1."""
+    """How many tokens to run, at least 1, drafts included."""
     samples: NDArray[np.bool_]
-    """Whether the last of them is the row's newest, so that a token is sampled."""
+    """Whether they reach the row's newest, so that a token is sampled: one there, and one at each draft."""
     opened: list[OpenedRow]
     """Rows that begin with this step."""
     closed: NDArray[np.int32]
     """Rows that ended or were preempted since the last step; to be forgotten before `opened` is looked at."""
+    num_drafts: NDArray[np.int32]
+    """How many of the tokens, the last ones, are drafts."""
+    drafts: NDArray[np.int32]
+    """The drafts themselves, int32 [sum of num_drafts], one row's after the other's."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +55,7 @@ class StepPlan(NamedTuple):
     def nothing(cls) -> "StepPlan":
         """The plan without rows."""
         none = np.empty(0, np.int32)
-        return cls(0, none, none, none, np.empty(0, np.bool_), [], none)
+        return cls(0, none, none, none, np.empty(0, np.bool_), [], none, none, none)
 
 
 class StepResult(NamedTuple):
@@ -59,7 +63,12 @@ class StepResult(NamedTuple):
 
     step: int
     tokens: NDArray[np.int32]
-    """Sampled ids, int32 [k], one for each of the plan's sampling rows in the plan's order."""
+    """Sampled ids, int32, of the plan's k sampling rows in the plan's order."""
+    counts: NDArray[np.int32] | None = None
+    """How many of them each of those rows has, int32 [k]: 1, and 1 more for each draft that was accepted.
+
+    They are the accepted drafts and the token sampled after them. None for one each.
+    """
 
 
 class Finish(IntEnum):
@@ -71,7 +80,10 @@ class Finish(IntEnum):
 
 
 class Committed(NamedTuple):
-    """The tokens a step emitted; arrays of one element a token. Results of ended requests are left out."""
+    """The tokens a step emitted; arrays of one element a token. Results of ended requests are left out.
+
+    A request has several where drafts were accepted; they come one after the other, none behind its last.
+    """
 
     handles: NDArray[np.int64]
     tokens: NDArray[np.int32]
@@ -83,6 +95,8 @@ class Committed(NamedTuple):
     """Tokens of the request so far, this one included."""
     num_cached: NDArray[np.int32]
     """Prompt tokens that the prefix cache saved the request when it first ran."""
+    rows: NDArray[np.int32]
+    """The request's row in the step. Until the next plan nobody else's."""
 
 
 class Load(NamedTuple):
@@ -91,10 +105,12 @@ class Load(NamedTuple):
     running: int
     """Requests that have a row."""
     waiting: int
-    """Requests in the queue, preempted ones among them."""
+    """Requests in the queue, those preempted and those on hold among them."""
     waiting_tokens: int
     """Tokens those have so far: what is to be computed before they all decode, prefix hits aside."""
     kv_usage: float
     """Share of the blocks that rows hold, 0 to 1."""
     preemptions: int
     """How many times a request was preempted, ever."""
+    held: int
+    """Those of the waiting that are on hold."""

@@ -16,6 +16,10 @@ class Preemption(Protocol):
         """Begin a row, maybe another, for the request again, and return how many tokens need no computing."""
         ...
 
+    def forget(self, memory: Memory, prefix: Any) -> None:
+        """A request that was suspended ends without coming back."""
+        ...
+
 
 class Recompute:
     """Keys and values are dropped and computed again, but for those still found in the prefix cache."""
@@ -25,3 +29,20 @@ class Recompute:
 
     def resume(self, memory: Memory, row: int, prefix: Any) -> int:
         return memory.open(row, prefix)
+
+    def forget(self, memory: Memory, prefix: Any) -> None:
+        """Nothing was kept."""
+
+
+class Swap:
+    """Keys and values are kept in the memory's host tier. When that is full they are dropped."""
+
+    def suspend(self, memory: Memory, row: int) -> None:
+        if not memory.swap_out(row):
+            memory.close(row)
+
+    def resume(self, memory: Memory, row: int, prefix: Any) -> int:
+        return memory.open(row, prefix)
+
+    def forget(self, memory: Memory, prefix: Any) -> None:
+        memory.forget(prefix)

@@ -24,6 +24,9 @@ class Request:
     extra: tagged bytes that keep apart, in the prefix cache, requests that must not share blocks.
     arrival: when it came, in seconds of the scheduler's clock; None for when it is added.
     use_cache: whether its prompt may be found in the prefix cache. Off, every position is computed.
+    held: whether it is passed over until `Scheduler.release`; it keeps its turn, and blocks nobody's.
+    max_drafts: how many draft tokens a step may verify for it at most. With any, no step is planned for it
+        before the tokens of the last are known.
 
     Raises RequestRefused.
     """
@@ -37,6 +40,8 @@ class Request:
     extra: Sequence[tuple[str, bytes]] = ()
     arrival: float | None = None
     use_cache: bool = True
+    held: bool = False
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = _as_tokens(self.tokens)
@@ -49,6 +54,8 @@ class Request:
             raise RequestRefused(
                 f"min_tokens is {self.min_tokens}: it lies between 0 and max_tokens, here {self.max_tokens}"
             )
+        if self.max_drafts < 0:
+            raise RequestRefused(f"max_drafts is {self.max_drafts}: 0 is for none")
 
 
 def _as_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

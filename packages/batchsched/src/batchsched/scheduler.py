@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from batchsched.batch import Batch
+from batchsched.drafting import draft
+from batchsched.emission import emit
 from batchsched.errors import DuplicateHandle, NeverFits, PromptTooLong
 from batchsched.flights import Flights
 from batchsched.limits import Limits
@@ -16,7 +18,7 @@ from batchsched.policy import Fcfs, Policy
 from batchsched.preemption import Preemption, Recompute
 from batchsched.request import Request
 from batchsched.rows import Rows
-from batchsched.shortage import relieve
+from batchsched.shortage import relieve, who_makes_way
 from batchsched.waiting import Entry, WaitingQueue
 
 
@@ -86,6 +88,7 @@ class Scheduler:
             prefix=self.memory.prefix(request.tokens, request.extra, reuse=request.use_cache),
             tokens=request.tokens,
             queued_at=arrival,
+            held=request.held,
         )
         self._live[request.handle] = entry
         self._waiting.push(entry)
@@ -97,9 +100,35 @@ class Scheduler:
             return False
         if entry.waiting:
             self._waiting.discard(entry)
+            if entry.admitted:
+                self.preemption.forget(self.memory, entry.prefix)
         else:
             self._rows.accepting[entry.row] = False
             self._retire(np.array([entry.row]))
+        return True
+
+    def hold(self, handle: int) -> bool:
+        """Pass a request over, without blocking those behind it, until `release`.
+
+        One that runs is preempted, unless its last token is in flight. False if no such request is waiting or
+        running.
+        """
+        return self._set_held(handle, True)
+
+    def release(self, handle: int) -> bool:
+        """Let a request on hold go on, in its turn. False if no such request is waiting or running."""
+        return self._set_held(handle, False)
+
+    def _set_held(self, handle: int, held: bool) -> bool:
+        entry = self._live.get(handle)
+        if entry is None:
+            return False
+        if entry.waiting:
+            self._waiting.hold(entry, held)
+        else:
+            entry.held = held
+            if held:
+                self._retire(np.array([entry.row]))
         return True
 
     def pause(self) -> None:
@@ -131,7 +160,24 @@ class Scheduler:
             waiting_tokens=self._waiting.num_tokens,
             kv_usage=1 - self.memory.num_free / self.memory.num_blocks,
             preemptions=self._preemptions,
+            held=self._waiting.num_held,
         )
+
+    def draft(self, rows: ArrayLike, tokens: ArrayLike, counts: ArrayLike | None = None) -> None:
+        """Give rows draft tokens, to be verified by their next step that samples.
+
+        rows: int [n], distinct, such as `Committed.rows`. Those whose request has ended are passed over.
+        tokens: int [n, k], what may follow each row's last known token.
+        counts: how many of a row's are meant, int [n]; None for all k.
+
+        To be called between a commit and the next plan. A row verifies as many as its `max_tokens`, the
+        budget and free memory allow; nobody is preempted for drafts. Those that the sampling step does not
+        verify are dropped, and so are those of a row that is preempted.
+
+        Raises ValueError for more drafts than the request's `max_drafts`, or a row with a step in flight that
+        samples: what it samples comes first.
+        """
+        draft(self._rows, rows, tokens, counts)
 
     def plan(self) -> StepPlan:
         """What the next step runs: rows that run already, in the policy's order, then waiting requests.
@@ -141,24 +187,69 @@ class Scheduler:
         """
         if self._paused:
             return StepPlan.nothing()
+        if self._waiting.has_ready and not self._rows.preempting:
+            self._make_way()
         budget = self.limits.max_num_batched_tokens
         affordable = self._wanted().within(budget)
         batch, short = self._with_blocks(affordable)
         opened, admitted = self._admit(0 if short else budget - batch.num_tokens)
         return self._issue(batch.joined(admitted), opened)
 
+    def _make_way(self) -> None:
+        """Preempt rows for the first in the queue, if it ranks so far ahead and that lets it in."""
+        if self.policy.quantum:
+            self._rank_anew(self.policy.quantum)
+        if self.policy.margin is None:
+            return
+        first = self._waiting.first()
+        candidates = self._rows.behind(first.rank + self.policy.margin)
+        if candidates.size == 0:
+            return
+
+        def has_room(gone: NDArray[np.intp], blocks: int) -> bool:
+            staying = self._rows.line[~np.isin(self._rows.line, gone)]
+            if staying.size + 1 > self.limits.max_num_seqs:
+                return False
+            return self._fits(first, staying, -blocks)
+
+        self._retire(who_makes_way(candidates, self._rows, self.memory, self.policy, has_room))
+
+    def _rank_anew(self, quantum: int) -> None:
+        """Send rows that have used their quantum up to where they would be if they had just come."""
+        line = self._rows.line
+        generated = self._rows.expected[line] - self._rows.slice_start[line]
+        for row in line[generated >= quantum].tolist():
+            entry = self._entries[row]
+            assert entry is not None
+            self._turn += 1
+            entry.turn = self._turn
+            entry.rank = self.policy.rank(entry.request, self._turn, self._clock())
+            self._rows.rank_anew(row, entry.rank, entry.turn)
+
+    def _fits(self, entry: Entry, line: NDArray[np.intp], reserve: int) -> bool:
+        """Whether all of a waiting request's tokens fit beside what the rows in `line` need, and headroom."""
+        reserve += self.memory.needed(line, self._rows.expected[line])
+        reserve += int(self.limits.headroom * line.size)
+        return self.memory.fits(entry.prefix, entry.tokens.size, reserve)
+
     def _wanted(self) -> Batch:
         """All that the rows in line have not run yet, in chunks."""
         line = self._rows.line
         starts = self._rows.planned[line]
         counts = self._rows.expected[line] - starts
-        return Batch(line, starts, np.minimum(counts, self.limits.chunk))
+        if not self._rows.speculating:
+            return Batch(line, starts, np.minimum(counts, self.limits.chunk))
+        counts = self._rows.with_drafts(line, counts)
+        return Batch(line, starts, np.minimum(counts, self.limits.chunk)).only(counts > 0)
 
     def _with_blocks(self, batch: Batch) -> tuple[Batch, bool]:
         """The part of the batch whose blocks are there, or are taken now, and whether memory was short."""
         if batch.rows.size == 0:
             return batch, False
         short = self.memory.needed(batch.rows, batch.ends) > self.memory.num_free
+        if short and self._rows.speculating:
+            batch = batch.up_to(self._rows.expected[batch.rows])
+            short = self.memory.needed(batch.rows, batch.ends) > self.memory.num_free
         if short:
             batch = relieve(batch, self._rows, self.memory, self.policy, self._retire)
         self.memory.grow(batch.rows, batch.ends)
@@ -169,12 +260,12 @@ class Scheduler:
         opened: list[OpenedRow] = []
         counts: list[int] = []
         # Whoever is on the way back to the queue was ahead of those in it.
-        if not (budget and self._waiting and self._rows.num_vacant) or self._rows.preempting:
+        if not (budget and self._waiting.has_ready and self._rows.num_vacant) or self._rows.preempting:
             return opened, Batch.empty()
         line = self._rows.line
         # Blocks that are free and spoken for: rows are yet to take them for tokens they have.
         reserve = self.memory.needed(line, self._rows.expected[line])
-        while budget and self._waiting and self._rows.num_vacant:
+        while budget and self._waiting.has_ready and self._rows.num_vacant:
             entry = self._waiting.first()
             size = entry.tokens.size
             headroom = int(self.limits.headroom * (line.size + len(opened)))
@@ -224,8 +315,12 @@ class Scheduler:
         if batch.rows.size == 0:
             self._require_progress()
             return StepPlan.nothing()
+        num_drafts = drafts = None
+        if self._rows.speculating:
+            num_drafts = np.maximum(batch.ends - self._rows.expected[batch.rows], 0)
+            drafts = self._rows.drafted(batch.rows, num_drafts)
         samples = self._rows.give(self._flights.newest + 1, batch.rows, batch.ends)
-        self._flights.launch(batch, samples)
+        self._flights.launch(batch, samples, num_drafts)
         closed = np.array(self._closed, np.int32)
         self._closed.clear()
         return StepPlan(
@@ -236,14 +331,17 @@ class Scheduler:
             samples,
             opened,
             closed,
+            np.zeros_like(batch.counts) if num_drafts is None else num_drafts,
+            np.empty(0, np.int32) if drafts is None else drafts,
         )
 
     def _require_progress(self) -> None:
         """With nothing to run and nothing in flight, nothing would ever run."""
-        if self._live and not self._flights:
+        stuck = len(self._live) - self._waiting.num_held
+        if stuck and not self._flights:
             free, blocks = self.memory.num_free, self.memory.num_blocks
             raise RuntimeError(
-                f"{len(self._live)} requests wait for KV blocks and no step is in flight to free any: "
+                f"{stuck} requests wait for KV blocks and no step is in flight to free any: "
                 f"{free} of {blocks} are free, so something other than this scheduler holds the rest"
             )
 
@@ -253,32 +351,29 @@ class Scheduler:
         Raises StepMismatch, with nothing changed, if the result is another step's or has not one token for
         each sampling row.
         """
-        flight, tokens = self._flights.land(result)
-        rows = self._rows
+        landed = self._flights.land(result)
+        flight, rows = landed.flight, self._rows
+        committed = emit(landed, rows)
+        computed = flight.ends
+        if flight.num_drafts is not None:
+            computed = np.minimum(computed, rows.planned[flight.rows])
         alive = rows.accepting[flight.rows]
-        self.memory.computed(flight.rows[alive], flight.ends[alive], rows.tokens)
-        index = np.flatnonzero(rows.accepting[flight.sampling])
-        emitting = flight.sampling[index]
-        finished = rows.append(emitting, tokens[index])
-        committed = Committed(
-            handles=rows.handle[emitting],
-            tokens=tokens[index],
-            finished=finished,
-            index=index.astype(np.int32),
-            num_generated=rows.num_tokens[emitting] - rows.num_prompt[emitting],
-            num_cached=rows.num_cached[emitting],
-        )
-        self._end(emitting[finished != Finish.NO])
+        if alive.all():
+            self.memory.computed(flight.rows, computed, rows.tokens)
+        else:
+            self.memory.computed(flight.rows[alive], computed[alive], rows.tokens)
+        self._end(committed.rows[committed.finished != Finish.NO])
         return committed
 
-    def _end(self, ended: NDArray[np.intp]) -> None:
+    def _end(self, ended: NDArray[np.int32]) -> None:
         """Finish the requests of these rows, and vacate the rows whose last step was committed just now."""
-        for handle in self._rows.handle[ended].tolist():
-            del self._live[handle]
-        self._rows.accepting[ended] = False
+        if ended.size:
+            for handle in self._rows.handle[ended].tolist():
+                del self._live[handle]
+            self._rows.accepting[ended] = False
         self._retire(ended)
 
-    def _retire(self, rows: NDArray[np.intp]) -> None:
+    def _retire(self, rows: NDArray[np.integer]) -> None:
         """Give the rows no further step. They are vacated now if none is in flight, else with the last."""
         self._rows.retire(rows)
         for row in self._rows.departed(self._flights.landed):

@@ -38,8 +38,13 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(
         0, "most prompt tokens of one request a step runs; 0: no limit"
     )
-    scheduling_policy: Literal["fcfs"] = option("fcfs", "who runs first")
-    preemption_mode: Literal["recompute"] = option("recompute", "what happens to a preempted request's cache")
+    scheduling_policy: Literal["fcfs", "priority", "time_slice", "shortest_first"] = option(
+        "fcfs", "who runs first; priority looks at each request's priority, lower first"
+    )
+    time_slice_tokens: int = option(256, "tokens a turn generates under time_slice while others wait")
+    preemption_mode: Literal["recompute", "swap"] = option(
+        "recompute", "a preempted request's cache is computed again, or kept in swap_space"
+    )
 
     block_size: int = option(16, "tokens in a KV cache block")
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt prefixes")
@@ -47,6 +52,8 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that the engine may use")
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; default: what fits")
     num_blocks_override: int | None = option(None, "usable KV cache blocks; default: from the memory")
+
+    swap_space: float = option(0.0, "GiB of host memory for swapped and evicted KV cache blocks")
 
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
@@ -60,6 +67,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least {low}, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 0 <= self.swap_space < float("inf"):
+            raise ConfigError(f"swap_space must be finite and at least 0 GiB, got {self.swap_space}")
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise ConfigError("preemption_mode=swap needs swap_space, the GiB of host memory to swap to")
         if not self.model:
             raise ConfigError("model is empty: give a folder, a .gguf file, a hub id, or demo")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
@@ -71,6 +82,7 @@ _AT_LEAST = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
+    "time_slice_tokens": 1,
     "block_size": 1,
     "kv_cache_memory_bytes": 0,
     "num_blocks_override": 0,

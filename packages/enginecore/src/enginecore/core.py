@@ -5,11 +5,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from batchsched import Committed, Limits, Request, RequestRefused, Scheduler, StepPlan, StepResult
+from batchsched import (
+    Committed,
+    Fcfs,
+    Limits,
+    Policy,
+    Priority,
+    Recompute,
+    Request,
+    RequestRefused,
+    Scheduler,
+    ShortestFirst,
+    StepPlan,
+    StepResult,
+    Swap,
+    TimeSlice,
+)
 from enginecore.config import EngineConfig
 from enginecore.executor.executor import Executor
 from enginecore.messages import AddRequest, EngineStats, Outputs, Ready, TokenLogprobs, tokens_from_bytes
-from enginecore.runner.step import PositionLogprobs, RowStart, StepInput, StepOutput
+from enginecore.runner.step import BlockCopies, PositionLogprobs, RowStart, StepInput, StepOutput
 from kvblocks import PagedMemory
 
 _NUMBER_BITS = 40
@@ -59,6 +74,8 @@ class EngineCore:
             max_rows=config.max_num_seqs,
             max_blocks_per_row=-(-executor.max_model_len // config.block_size),
             prefix_caching=config.enable_prefix_caching,
+            host_blocks=executor.host_blocks,
+            windows=(executor.window,),
         )
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -66,7 +83,8 @@ class EngineCore:
             max_model_len=executor.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self._scheduler = Scheduler(limits, self._memory)
+        preemption = Swap() if config.preemption_mode == "swap" else Recompute()
+        self._scheduler = Scheduler(limits, self._memory, _policy(config), preemption)
         self._in_flight: deque[StepPlan] = deque()
         self._live: dict[int, _Live] = {}
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
@@ -123,7 +141,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request holds."""
-        self._memory.pool.reset()
+        self._memory.reset()
 
     def step(self) -> dict[int, Outputs]:
         """Plan and start what fits, wait for the oldest step, and return each client's outputs."""
@@ -185,6 +203,7 @@ class EngineCore:
                 )
             )
         changes = self._memory.drain_changes()
+        copies = self._memory.drain_copies()
         return StepInput(
             step=plan.step,
             rows=plan.rows,
@@ -196,6 +215,7 @@ class EngineCore:
             block_rows=changes.rows,
             block_indices=changes.indices,
             block_ids=changes.blocks,
+            copies=BlockCopies(*copies.out, *copies.in_, *copies.copy) if copies.num_blocks else None,
         )
 
     def _emitted(self, plan: StepPlan, result: StepOutput, committed: Committed) -> _Emitted:
@@ -233,6 +253,17 @@ class EngineCore:
             outputs.stats = stats
             found[client] = outputs
         return found
+
+
+def _policy(config: EngineConfig) -> Policy:
+    match config.scheduling_policy:
+        case "priority":
+            return Priority()
+        case "time_slice":
+            return TimeSlice(config.time_slice_tokens)
+        case "shortest_first":
+            return ShortestFirst()
+    return Fcfs()
 
 
 def _pack(number: int, entry: PositionLogprobs) -> TokenLogprobs:

@@ -48,9 +48,12 @@ class Worker:
         )
         layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
         self.size: CacheSize = cache_size(config, layout, spec.max_position, self._available(config, layout))
+        self.window = _common_window(spec.windows)
+        host_blocks = self.size.host_blocks
         self._runner = Runner(
             self._model,
             allocate(layout, self.size.num_blocks, self.device),
+            allocate(layout, host_blocks, "cpu") if host_blocks else None,
             max_rows=config.max_num_seqs,
             max_len=self.size.max_model_len + 1,
         )
@@ -63,6 +66,11 @@ class Worker:
         if self.device.type == "cpu":
             return cpu_bytes(config)
         return cuda_bytes(config, self.device, _peak_bytes(self._model, config, layout, self.device))
+
+
+def _common_window(windows: tuple[int | None, ...]) -> int | None:
+    """The sliding window that all layers have; None where some layer attends to everything."""
+    return windows[0] if len(set(windows)) == 1 else None
 
 
 def keep_freed_memory() -> None:

@@ -2,11 +2,14 @@
 
 from kvblocks.errors import IntegrityError, OutOfBlocks
 from kvblocks.events import AllCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.groups import LayerGroup
 from kvblocks.hasher import Extra, PrefixHasher
 from kvblocks.memory import PagedMemory
-from kvblocks.pool import BlockPool, PoolStats
-from kvblocks.prefix import CacheStats, Prefix
+from kvblocks.pool import BlockPool, Match
+from kvblocks.prefix import Prefix
+from kvblocks.stats import CacheStats, PoolStats
 from kvblocks.tables import BlockTables, Changes
+from kvblocks.transfers import Copies, CopyList
 
 __all__ = [
     "AllCleared",
@@ -17,8 +20,12 @@ __all__ = [
     "CacheEvent",
     "CacheStats",
     "Changes",
+    "Copies",
+    "CopyList",
     "Extra",
     "IntegrityError",
+    "LayerGroup",
+    "Match",
     "OutOfBlocks",
     "PagedMemory",
     "PoolStats",

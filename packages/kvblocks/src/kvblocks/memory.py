@@ -1,25 +1,41 @@
 """Paged KV memory as a scheduler sees it: rows that open on a cached prefix, grow, and close."""
 
+import time
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvblocks.errors import require
+from kvblocks.errors import OutOfBlocks, require
+from kvblocks.groups import layer_groups
 from kvblocks.hasher import Extra, PrefixHasher, tagged
+from kvblocks.host import HostTier
+from kvblocks.integrity import check_references, check_row
+from kvblocks.opening import Opening, find_opening
 from kvblocks.pool import BlockPool
-from kvblocks.prefix import CacheStats, Prefix
-from kvblocks.tables import BlockTables, Changes
+from kvblocks.prefix import Prefix
+from kvblocks.rows import OpenRows
+from kvblocks.stats import CacheStats
+from kvblocks.tables import Changes
+from kvblocks.transfers import Copies, Transfers
 
 
 class PagedMemory:
     """A block pool, its prefix index and the block tables of `max_rows` rows, kept in step.
 
     The life of a row: `open` holds what is cached of its prompt, `grow` makes room before a step, `computed`
-    says after the step which tokens' keys and values exist now, and `close` gives all blocks back.
+    says after the step which tokens' keys and values exist now, and `close` gives all blocks back, or
+    `swap_out` moves them to the host tier.
 
     - A row never opens with all of its tokens cached: one is left to compute, or there would be no logits.
     - A block is published once it is full and computed, never earlier, so no other row reads what is not
       there yet.
-    - Closed rows' blocks stay cached until the pool hands them out again.
+    - Closed rows' blocks stay cached until the pool hands them out again. With a host tier they are copied
+      there then, and restored when a row opens with them.
+    - `windows` gives each layer group's sliding window in tokens, or None for full attention. Each has a
+      table in `groups`; `tables` is the first one's. Blocks that a window has left are given back as
+      `computed` moves on.
+    - Copies of blocks are the caller's to perform: `drain_copies` after every plan, before its step.
 
     `salt` enters every key of this memory (the model's name, say), as `extra` enters a request's.
     """
@@ -34,19 +50,30 @@ class PagedMemory:
         prefix_caching: bool = True,
         salt: Extra = (),
         record_events: bool = False,
+        host_blocks: int = 0,
+        windows: Sequence[int | None] = (None,),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pool = BlockPool(num_blocks, record_events=record_events)
-        self.tables = BlockTables(
-            self.pool, block_size=block_size, max_rows=max_rows, max_blocks=max_blocks_per_row
+        self.host_pool = BlockPool(host_blocks, clock=clock) if host_blocks else None
+        self.pool = BlockPool(
+            num_blocks,
+            record_events=record_events,
+            on_evict=self._offload if host_blocks else None,
+            clock=clock,
         )
+        self.groups = layer_groups(
+            windows, self.pool, block_size=block_size, max_rows=max_rows, max_blocks=max_blocks_per_row
+        )
+        self._transfers = Transfers(self.pool, self.host_pool)
+        self._host: HostTier | None = None
+        if self.host_pool:
+            self._host = HostTier(self.host_pool, self.pool, self.groups, self._transfers)
+        self.tables = self.groups[0].tables
+        self._windowed = [group for group in self.groups if group.window is not None]
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self._salt = tagged(salt)
-        self._prefixes: list[Prefix | None] = [None] * max_rows
-        self._open = np.zeros(max_rows, np.bool_)
-        # Tokens of each open row whose keys and values exist, int32 [max_rows]. The full blocks among them
-        # are published, all others are not.
-        self._computed = np.zeros(max_rows, np.int32)
+        self._rows = OpenRows(max_rows)
 
     @property
     def block_size(self) -> int:
@@ -63,6 +90,14 @@ class PagedMemory:
         """Blocks that no row holds, cached ones among them."""
         return self.pool.num_free
 
+    @property
+    def waste(self) -> float:
+        """The share of allocated slots that hold no computed token, 0 to 1."""
+        allocated = (self.num_blocks - self.num_free) * self.block_size
+        slots = sum(int(group.tables.counts.sum()) for group in self.groups) * self.block_size
+        unused = slots - len(self.groups) * int(self._rows.computed[self._rows.is_open].sum())
+        return unused / allocated if allocated else 0.0
+
     def prefix(self, tokens: NDArray[np.int32], extra: Extra = (), *, reuse: bool = True) -> Prefix:
         """The handle with which a request of `tokens` (int [n]) opens a row, now or later.
 
@@ -72,120 +107,206 @@ class PagedMemory:
         """
         ids = np.asarray(tokens)
         if not self.prefix_caching:
-            return Prefix(ids, None, reuse=reuse)
-        return Prefix(ids, PrefixHasher(self.block_size, self._salt + tagged(extra)), reuse=reuse)
+            return Prefix([], ids.size, None, reuse=reuse)
+        hasher = PrefixHasher(self.block_size, self._salt + tagged(extra))
+        return Prefix(hasher.extend(ids), ids.size, hasher, reuse=reuse)
 
     def cached_tokens(self, prefix: Prefix) -> int:
-        """How many tokens `open` would find cached now."""
-        return self._match(prefix).size * self.block_size
+        """How many tokens `open` would find, on either tier."""
+        return self._opening(prefix).num_tokens
 
     def fits(self, prefix: Prefix, length: int, reserve: int = 0) -> bool:
         """Whether a row opened now could grow to `length` tokens and leave `reserve` blocks free.
 
-        Cached blocks that the row would hold come out of the free ones, and are not counted as both.
+        Cached blocks that the row would hold come out of the free ones, and are not counted as both. Asking
+        again is cheap while the answer to what is cached stays the same.
         """
-        needed = -(-length // self.block_size)
-        if needed > self.tables.max_blocks:
+        blocks = -(-length // self.block_size)
+        if blocks > self.tables.max_blocks:
             return False
-        hits = self._match(prefix)
-        revived = int(np.count_nonzero(self.pool.refcounts[hits] == 0))
-        return max(needed - hits.size, 0) + revived + reserve <= self.num_free
+        taken = reserve
+        for part in self._opening(prefix).parts:
+            taken += max(blocks - part.first, part.device.size) - part.hits.size + self._revived(part.hits)
+        return taken <= self.num_free
 
     def open(self, row: int, prefix: Prefix) -> int:
-        """Begin `row` with the longest cached prefix, and return how many tokens that is.
+        """Begin `row` with all that is known of `prefix`, and return how many tokens that is.
 
-        Raises ValueError if the row is open, or the prefix is in use by another row.
+        That is the longest cached prefix in whole blocks, or what the request had computed when it was
+        swapped out. Blocks that come from the host tier are taken now and filled by `drain_copies`. Raises
+        OutOfBlocks, with nothing changed, if there are too few for them (where `fits` says so), and
+        ValueError if the row is open, or the prefix is in use by another row.
         """
-        if not 0 <= row < self.tables.max_rows:
-            raise ValueError(f"rows go from 0 to {self.tables.max_rows - 1}, not {row}")
-        if self._open[row]:
-            raise ValueError(f"row {row} is open already")
+        self._rows.require_vacant(row)
         if prefix.row >= 0:
             raise ValueError(f"this prefix is in use by row {prefix.row}")
-        hits = self._match(prefix)
-        self.pool.share(hits)
-        self.tables.attach(row, hits)
-        prefix.row = row
-        self._prefixes[row] = prefix
-        self._open[row] = True
-        num_cached = hits.size * self.block_size
-        self._computed[row] = num_cached
+        opening = self._opening(prefix)
+        incoming = sum(part.host.size for part in opening.parts)
+        if incoming:
+            free = self.num_free - sum(self._revived(part.hits) for part in opening.parts)
+            if incoming > free:
+                raise OutOfBlocks(incoming, free)
+        # All that is there is held before anything is allocated, which evicts.
+        for part in opening.parts:
+            self.pool.share(part.hits)
+        opened = [part.device for part in opening.parts]
+        if incoming:
+            assert self._host is not None
+            opened = self._host.restore(prefix, opening)
+        for group, part, blocks in zip(self.groups, opening.parts, opened):
+            group.tables.attach(row, blocks, part.first)
+        self.forget(prefix)
+        self._rows.begin(row, prefix, opening.num_tokens)
         if not prefix.counted:
             prefix.counted = True
             self.stats.queries += prefix.num_tokens
-            self.stats.hits += num_cached
-        return num_cached
+            self.stats.hits += opening.num_tokens
+            self.stats.restored += max(part.host.size for part in opening.parts) * self.block_size
+        return opening.num_tokens
 
     def needed(self, rows: ArrayLike, lengths: ArrayLike) -> int:
         """How many blocks `grow` would take."""
-        return self.tables.needed(rows, lengths)
+        if len(self.groups) == 1:
+            return self.tables.needed(rows, lengths)
+        return sum(group.tables.needed(rows, lengths) for group in self.groups)
 
     def grow(self, rows: ArrayLike, lengths: ArrayLike) -> None:
         """Make room for `lengths` (int [n]) tokens in all in each of `rows` (int [n], distinct, open).
 
         Raises OutOfBlocks, with nothing changed, if too few blocks are free.
         """
-        self._require_open(rows)
-        self.tables.grow(rows, lengths)
+        self._rows.require_open(rows)
+        if len(self.groups) > 1:
+            needed = self.needed(rows, lengths)
+            if needed > self.num_free:
+                raise OutOfBlocks(needed, self.num_free)
+        for group in self.groups:
+            group.tables.grow(rows, lengths)
 
     def computed(self, rows: ArrayLike, lengths: ArrayLike, tokens: NDArray[np.int32]) -> None:
         """Keys and values of `tokens[row, :length]` exist now: publish the blocks that became full.
 
         `rows` and `lengths` are int [n], `tokens` is the int32 [max_rows, max_length] array of all rows'
-        tokens, read up to `length` only. Rows that filled no block cost a comparison.
+        tokens, read up to `length` only. Rows that filled no block cost a comparison. Blocks that a sliding
+        window has left are given back: steps in flight run later tokens, which do not need them either.
         """
-        if not self.prefix_caching:
-            return
-        self._require_open(rows)
+        self._rows.require_open(rows)
         rows, lengths = np.asarray(rows), np.asarray(lengths)
-        before, after = self._computed[rows] // self.block_size, lengths // self.block_size
-        filled = np.flatnonzero(after > before)
-        if filled.size:
-            self._publish(rows[filled], before[filled], after[filled], tokens)
-        self._computed[rows] = lengths
+        if self.prefix_caching:
+            before, after = self._rows.computed[rows] // self.block_size, lengths // self.block_size
+            filled = np.flatnonzero(after > before)
+            if filled.size:
+                self._publish(rows[filled], before[filled], after[filled], tokens)
+        self._rows.computed[rows] = lengths
+        for group in self._windowed:
+            group.trim(rows, lengths)
 
     def close(self, row: int) -> None:
         """Give the row's blocks back. Its prefix may open another row."""
-        self._require_open([row])
-        prefix = self._held(row)
-        self.tables.free(row)
-        prefix.num_tokens = max(prefix.num_tokens, int(self._computed[row]))
-        prefix.row = -1
-        self._prefixes[row] = None
-        self._open[row] = False
+        self._rows.require_open([row])
+        for group in self.groups:
+            group.tables.free(row)
+        self._rows.end(row)
 
-    def drain_changes(self) -> Changes:
-        """Block table entries set since the last call, of rows that have not been closed since."""
-        return self.tables.drain_changes()
+    def swap_out(self, row: int) -> bool:
+        """Close the row and keep what it has computed in the host tier, for its prefix to open with again.
+
+        False, with nothing changed, if the host tier has no room for it, or blocks of the row wait for
+        copies themselves. Blocks whose content is there already are not copied again.
+        """
+        self._rows.require_open([row])
+        if self._host is None:
+            return False
+        if not self._host.swap_out(self._rows.prefix(row), row, int(self._rows.computed[row])):
+            return False
+        self.close(row)
+        return True
+
+    def forget(self, prefix: Prefix) -> None:
+        """Give back what the host tier keeps for a request that was swapped out; nothing if it was not."""
+        if self._host is not None and prefix.host_copy is not None:
+            self._host.forget(prefix)
+
+    def fork(self, row: int, new_row: int) -> Prefix:
+        """Begin `new_row` with all that `row` has computed, and return its prefix.
+
+        Full blocks are shared. A partly filled one gets a copy, since both rows go on writing where it
+        ends: that is made by `drain_copies`, before either of them can. The two requests have the same tokens
+        up to here, and may differ from here on.
+
+        Raises OutOfBlocks, with nothing changed, if there is none for the copy, and ValueError if `row` has
+        not yet computed all tokens that it began with.
+        """
+        self._rows.require_open([row])
+        self._rows.require_vacant(new_row)
+        prefix = self._rows.prefix(row)
+        length = int(self._rows.computed[row])
+        if length < prefix.num_tokens:
+            raise ValueError(
+                f"row {row} has computed {length} of {prefix.num_tokens} tokens, so it cannot fork yet"
+            )
+        full, rest = divmod(length, self.block_size)
+        copies = len(self.groups) if rest else 0
+        if copies > self.num_free:
+            raise OutOfBlocks(copies, self.num_free)
+        for group in self.groups:
+            first = int(group.tables.firsts[row])
+            shared = group.tables.array[row, first:full].copy()
+            self.pool.share(shared)
+            if rest:
+                tail = self.pool.allocate(1)
+                self._transfers.copy(int(group.tables.array[row, full]), int(tail[0]))
+                shared = np.concatenate((shared, tail))
+            group.tables.attach(new_row, shared, first)
+        forked = prefix.fork(length)
+        self._rows.begin(new_row, forked, length)
+        return forked
+
+    def drain_changes(self, group: int = 0) -> Changes:
+        """Entries of a group's block table set since the last call, of rows that have not been closed since.
+
+        Entries before a sliding window are not set: take any block that exists for them, nobody reads it.
+        """
+        return self.groups[group].tables.drain_changes()
+
+    def drain_copies(self) -> Copies:
+        """The copies of blocks that are due; perform them before the step of the plan just made.
+
+        First `out`, then `in_`, then `copy`; `Transfers` says why that is safe. A block is copied as a whole,
+        whichever layer group it serves. Blocks that are named stay held until then, so drain after an empty
+        plan too. Without a host tier and forks there is never anything to do.
+        """
+        return self._transfers.drain()
+
+    def reset(self) -> int:
+        """Forget all cached prefixes that no request holds, on both tiers.
+
+        Returns how many keys are left because requests hold their blocks. Call it with no copies due.
+        """
+        left = self.pool.reset()
+        return left + self._host.pool.reset() if self._host else left
 
     def check(self) -> None:
-        """Walk every invariant of pool, tables and rows; raise IntegrityError with the numbers that disagree.
+        """Walk every invariant of pools, tables, rows; raise IntegrityError with the numbers that disagree.
 
         For an idle moment: it walks all blocks and table entries, in Python where keys are compared.
         """
         self.pool.check()
-        self.tables.check()
-        held = self.tables.blocks(np.arange(self.tables.max_rows), 0, self.tables.counts)
-        rows = np.bincount(held, minlength=self.num_blocks)
-        leaked = np.flatnonzero(rows != self.pool.refcounts)
-        require(
-            leaked.size == 0,
-            f"blocks {leaked.tolist()} have {self.pool.refcounts[leaked].tolist()} references "
-            f"and are in {rows[leaked].tolist()} rows",
-        )
-        closed = np.flatnonzero(~self._open & (self.tables.counts > 0))
-        require(closed.size == 0, f"the closed rows {closed.tolist()} hold blocks")
-        for row in np.flatnonzero(self._open).tolist():
-            self._check_row(row)
-
-    def _check_row(self, row: int) -> None:
-        prefix = self._held(row)
-        require(prefix.row == row, f"row {row} has a prefix that belongs to row {prefix.row}")
-        full = int(self._computed[row]) // self.block_size
-        for index, block in enumerate(self.tables.array[row, : self.tables.counts[row]].tolist()):
-            key = self.pool.key_of(block)
-            right = key is None or (index < full and key == prefix.keys[index])
-            require(right, f"row {row}'s block {index} ({full} are full) has a key of other content")
+        rows = np.arange(self.tables.max_rows)
+        device, host = self._transfers.references()
+        for group in self.groups:
+            group.tables.check()
+            device += group.tables.blocks(rows, group.tables.firsts, group.tables.counts).tolist()
+            closed = np.flatnonzero(~self._rows.is_open & (group.tables.counts > 0))
+            require(closed.size == 0, f"the closed rows {closed.tolist()} hold blocks")
+            for row in np.flatnonzero(self._rows.is_open).tolist():
+                check_row(self.pool, group, row, self._rows.prefix(row), int(self._rows.computed[row]))
+        check_references("device", self.pool, device)
+        if self._host:
+            self._host.pool.check()
+            copies = [prefix.host_copy for prefix in self._host.swapped if prefix.host_copy]
+            host += [block for copy in copies for part in copy.blocks for block in part.tolist()]
+            check_references("host", self._host.pool, host)
 
     def _publish(
         self,
@@ -200,27 +321,21 @@ class PagedMemory:
             raise ValueError(f"rows {beyond.tolist()} have computed more tokens than their blocks hold")
         keys = []
         for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
-            prefix = self._held(row)
+            prefix = self._rows.prefix(row)
             prefix.cover(tokens[row], end * self.block_size)
             keys += prefix.keys[start:end]
-        self.pool.publish(self.tables.blocks(rows, starts, ends), keys)
+        for group in self.groups:
+            self.pool.publish(group.tables.blocks(rows, starts, ends), group.keys(keys))
 
-    def _match(self, prefix: Prefix) -> NDArray[np.int32]:
-        """The cached blocks that a row of `prefix` would open with."""
-        if not prefix.reuse:
-            return np.empty(0, np.int32)
+    def _offload(self, blocks: NDArray[np.int32], keys: list[bytes]) -> None:
+        assert self._host is not None
+        self._host.offload(blocks, keys)
+
+    def _opening(self, prefix: Prefix) -> Opening:
+        """What a row of `prefix` would open with."""
         limit = min(max(prefix.num_tokens - 1, 0) // self.block_size, self.tables.max_blocks)
-        return self.pool.match(prefix.keys[:limit])
+        return find_opening(prefix, limit, self.groups, self.pool, self.host_pool)
 
-    def _held(self, row: int) -> Prefix:
-        prefix = self._prefixes[row]
-        assert prefix is not None, f"row {row} is open without a prefix"
-        return prefix
-
-    def _require_open(self, rows: ArrayLike) -> None:
-        rows = np.asarray(rows, np.intp)
-        if rows.size and rows.min() < 0:
-            raise ValueError(f"rows go from 0 to {self.tables.max_rows - 1}, not from {rows.min()}")
-        is_open = self._open[rows]
-        if not is_open.all():
-            raise ValueError(f"rows {rows[~is_open].tolist()} are not open")
+    def _revived(self, blocks: NDArray[np.int32]) -> int:
+        """How many of the blocks count as free until a row holds them."""
+        return int(np.count_nonzero(self.pool.refcounts[blocks] == 0))

@@ -1,7 +1,8 @@
 """Which blocks are free, who shares the others, and which of them hold a known prefix."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -9,17 +10,17 @@ from numpy.typing import ArrayLike, NDArray
 from kvblocks.errors import OutOfBlocks, require
 from kvblocks.events import AllCleared, BlockRemoved, BlockStored, CacheEvent
 from kvblocks.lru import LruQueue
+from kvblocks.stats import PoolStats
 
-_NO_KEY = b""
+
+class Match(NamedTuple):
+    """Blocks that were found by their keys, int32 [n], and what tells whether they still are, int64 [n]."""
+
+    blocks: NDArray[np.int32]
+    stamps: NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class PoolStats:
-    """Totals since the pool was made, in blocks."""
-
-    allocated: int = 0
-    published: int = 0
-    evicted: int = 0
+NO_MATCH = Match(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 class BlockPool:
@@ -33,9 +34,19 @@ class BlockPool:
 
     `allocate` takes blank blocks first, the last released first, and then cached ones, the least recently
     used first; those lose their key. Calls are all or nothing: one that raises has changed nothing.
+
+    `on_evict` is called with blocks (int32 [n], least recently used first) and their keys when `allocate` has
+    taken cached ones, whose content is still there until somebody writes. `clock` gives seconds.
     """
 
-    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        record_events: bool = False,
+        on_evict: Callable[[NDArray[np.int32], list[bytes]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -45,10 +56,16 @@ class BlockPool:
         self._num_blank = num_blocks
         self._cached = LruQueue(num_blocks)
         self._index: dict[bytes, int] = {}
-        self._keys = [_NO_KEY] * num_blocks
         self._published = np.zeros(num_blocks, np.bool_)
+        # Of published blocks; what others had may still stand there.
+        self._keys = [b""] * num_blocks
         self._seat = np.empty(num_blocks, np.int32)
+        # Grows whenever the block loses a key, so a block found earlier can be told to be the same still.
+        self._stamps = np.zeros(num_blocks, np.int64)
+        self._born = np.zeros(num_blocks, np.float64)
         self._events: list[CacheEvent] | None = [] if record_events else None
+        self._on_evict = on_evict
+        self._clock = clock
 
     @property
     def num_free(self) -> int:
@@ -79,13 +96,18 @@ class BlockPool:
         left = max(self._num_blank - n, 0)
         blocks = self._blank[left : self._num_blank][::-1].copy()
         self._num_blank = left
+        evicted = None
         if blocks.size < n:
             evicted = self._cached.pop(n - blocks.size)
-            self._forget(evicted)
-            self.stats.evicted += evicted.size
             blocks = np.concatenate((blocks, evicted))
         self._refcounts[blocks] = 1
         self.stats.allocated += n
+        if evicted is not None:
+            self.stats.evicted += evicted.size
+            forgotten = self._forget(evicted)
+            if self._on_evict is not None:
+                self._on_evict(evicted, [self._keys[block] for block in forgotten])
+        self._born[blocks] = self._clock()
         return blocks
 
     def share(self, blocks: ArrayLike) -> None:
@@ -115,7 +137,9 @@ class BlockPool:
         freed = ids[counts == 1]
         published = self._published[freed]
         self._cached.append(freed[published][::-1])
-        self._push_blank(freed[~published])
+        blank = freed[~published]
+        self._push_blank(blank)
+        self._note_lost(blank)
 
     def lookup(self, key: bytes) -> int:
         """The block that holds the content of `key`, or -1. Does not count as a use."""
@@ -132,9 +156,22 @@ class BlockPool:
             found.append(block)
         return np.array(found, np.int32)
 
+    def rematch(self, keys: Sequence[bytes], earlier: Match = NO_MATCH) -> Match:
+        """What `match` finds for `keys`, given an earlier answer for them or for a beginning of them.
+
+        Costs a vectorised comparison and one lookup as long as the answer is the same.
+        """
+        kept = self._stamps[earlier.blocks] == earlier.stamps
+        num_kept = earlier.blocks.size if kept.all() else int(kept.argmin())
+        ended = num_kept == len(keys) or keys[num_kept] not in self._index
+        if ended and num_kept == earlier.blocks.size:
+            return earlier
+        blocks = np.concatenate((earlier.blocks[:num_kept], self.match(keys[num_kept:])))
+        return Match(blocks, self._stamps[blocks])
+
     def key_of(self, block: int) -> bytes | None:
         """The key that `block` answers to, or None."""
-        return self._keys[block] or None
+        return self._keys[block] if self._published[block] else None
 
     def publish(self, blocks: ArrayLike, keys: Sequence[bytes]) -> None:
         """Let `blocks` (int [n], distinct, referenced) answer to `keys`, one each.
@@ -152,10 +189,9 @@ class BlockPool:
         if free.size:
             raise ValueError(f"blocks {free.tolist()} are published but have no reference")
         listed = ids.tolist()
-        if self._published[ids].any():
-            for block, key in zip(listed, keys):
-                if self._keys[block] not in (_NO_KEY, key):
-                    raise ValueError(f"block {block} is published under another key already")
+        for block, key in zip(listed, keys) if self._published[ids].any() else ():
+            if self._published[block] and self._keys[block] != key:
+                raise ValueError(f"block {block} is published under another key already")
         index = self._index
         stored = []
         for block, key in zip(listed, keys):
@@ -179,6 +215,13 @@ class BlockPool:
         if self._events is not None and not self._index:
             self._events.append(AllCleared())
         return len(self._index)
+
+    def repeated(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of `blocks` (int32 [n], all of this pool) are named once more later on, bool [n]."""
+        # Each id takes its seat; one that finds another sitting there has been named again.
+        numbers = np.arange(blocks.size, dtype=np.int32)
+        self._seat[blocks] = numbers
+        return self._seat[blocks] != numbers
 
     def events(self) -> list[CacheEvent]:
         """What happened to the index since the last call, oldest first.
@@ -206,23 +249,28 @@ class BlockPool:
         require(bool((self._refcounts >= 0).all()), "a reference count is below zero")
         require(not self._published[blank].any(), "a blank block answers to a key")
         require(bool(self._published[cached].all()), "a cached block answers to no key")
-        keyed = {block: key for block, key in enumerate(self._keys) if key != _NO_KEY}
-        marked = set(np.flatnonzero(self._published).tolist())
-        odd = sorted(marked ^ keyed.keys())
-        require(not odd, f"blocks {odd} are marked as published without a key, or have one without the mark")
+        keyed = np.flatnonzero(self._published).tolist()
         require(len(self._index) == len(keyed), f"{len(self._index)} keys lead to {len(keyed)} blocks")
-        lost = [block for block, key in keyed.items() if self._index.get(key) != block]
+        lost = [block for block in keyed if self._index.get(self._keys[block]) != block]
         require(not lost, f"the keys of blocks {lost} lead to others or nowhere")
 
-    def _forget(self, blocks: NDArray[np.int32]) -> None:
+    def _forget(self, blocks: NDArray[np.int32]) -> list[int]:
+        """Take the keys of published blocks out of the index, and return the blocks."""
         self._published[blocks] = False
-        index, keys = self._index, self._keys
+        self._stamps[blocks] += 1
+        self._note_lost(blocks)
         forgotten = blocks.tolist()
-        if self._events is not None:
-            self._events += [BlockRemoved(block, keys[block]) for block in forgotten]
+        index, keys = self._index, self._keys
         for block in forgotten:
             del index[keys[block]]
-            keys[block] = _NO_KEY
+        if self._events is not None:
+            self._events += [BlockRemoved(block, keys[block]) for block in forgotten]
+        return forgotten
+
+    def _note_lost(self, blocks: NDArray[np.int32]) -> None:
+        if blocks.size:
+            self.stats.lost += blocks.size
+            self.stats.lifetimes += self._clock() * blocks.size - float(self._born[blocks].sum())
 
     def _push_blank(self, blocks: NDArray[np.int32]) -> None:
         end = self._num_blank + blocks.size
@@ -239,10 +287,7 @@ class BlockPool:
         # Read as unsigned, a negative id is larger than any block.
         if ids.view(np.uint32).max() >= self.num_blocks:
             raise ValueError(f"block ids go from 0 to {self.num_blocks - 1}, not {ids.min()} to {ids.max()}")
-        # Each id takes its seat; one that finds another sitting there has been named twice.
-        numbers = np.arange(ids.size, dtype=np.int32)
-        self._seat[ids] = numbers
-        seated = self._seat[ids] == numbers
-        if not seated.all():
-            raise ValueError(f"blocks {ids[~seated].tolist()} are named more than once")
+        again = self.repeated(ids)
+        if again.any():
+            raise ValueError(f"blocks {ids[again].tolist()} are named more than once")
         return ids

@@ -20,16 +20,17 @@ class Changes(NamedTuple):
 class BlockTables:
     """A row's tokens `i * block_size` to `(i + 1) * block_size - 1` live in block `array[row, i]`.
 
-        block_size 4       array                counts
-        row 0, 9 tokens    [ 5 |  2 |  7 | -1 ]     3      token 8 is in block 7, at offset 0
-        row 1, empty       [-1 | -1 | -1 | -1 ]     0
+        block_size 4       array                firsts  counts
+        row 0, 9 tokens    [ 5 |  2 |  7 | -1 ]    0       3     token 8 is in block 7, at offset 0
+        row 1, empty       [-1 | -1 | -1 | -1 ]    0       0
+        row 2, trimmed     [-1 |  3 |  6 | -1 ]    1       3     tokens 0 to 3 are no longer needed
 
-    A row's table is append-only: an entry, once set, stays until the row is freed. That is why whoever keeps
-    a copy of the tables need only be told of new entries, and why "new since the last drain" is one number a
-    row.
+    A row's table is append-only: an entry, once set, stays until it is trimmed or the row is freed. That is
+    why whoever keeps a copy of the tables need only be told of new entries, and why "new since the last
+    drain" is one number a row. Trimmed entries may keep their old values in a copy: nobody reads them.
 
-    `array` is int32 [max_rows, max_blocks], -1 where unused; `counts` is int32 [max_rows]. Read them, and
-    leave the writing to the methods.
+    `array` is int32 [max_rows, max_blocks], -1 where unused; a row's blocks are the entries `firsts` to
+    `counts - 1`, each int32 [max_rows]. Read them, and leave the writing to the methods.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, max_rows: int, max_blocks: int) -> None:
@@ -42,19 +43,27 @@ class BlockTables:
         self.max_rows = max_rows
         self.max_blocks = max_blocks
         self.array = np.full((max_rows, max_blocks), -1, np.int32)
+        self.firsts = np.zeros(max_rows, np.int32)
         self.counts = np.zeros(max_rows, np.int32)
+        self._seat = np.empty(max_rows, np.int32)
         self._drained = np.zeros(max_rows, np.int32)
 
-    def attach(self, row: int, blocks: ArrayLike) -> None:
-        """Begin the empty `row` with `blocks` (int [n]), whose references become the row's."""
+    def attach(self, row: int, blocks: ArrayLike, first: int = 0) -> None:
+        """Begin the empty `row` with `blocks` (int [n]), whose references become the row's.
+
+        They are its entries from `first` on; those before are as good as trimmed.
+        """
         self._check_row(row)
         ids = np.asarray(blocks, np.int32)
         if self.counts[row]:
             raise ValueError(f"row {row} holds {self.counts[row]} blocks already")
-        if ids.size > self.max_blocks:
-            raise ValueError(f"{ids.size} blocks do not fit a row of {self.max_blocks}")
-        self.array[row, : ids.size] = ids
-        self.counts[row] = ids.size
+        end = first + ids.size
+        if end > self.max_blocks:
+            raise ValueError(f"{end} blocks do not fit a row of {self.max_blocks}")
+        self.array[row, first:end] = ids
+        self.counts[row] = end
+        self.firsts[row] = first
+        self._drained[row] = first
 
     def needed(self, rows: ArrayLike, lengths: ArrayLike) -> int:
         """How many blocks `grow` would allocate."""
@@ -80,12 +89,41 @@ class BlockTables:
         starts = np.asarray(starts)
         return self.array[_spread(np.asarray(rows), starts, np.asarray(ends) - starts)]
 
+    def held(self, row: int) -> NDArray[np.int32]:
+        """The row's blocks, int32 [n]: a live view."""
+        return self.array[row, self.firsts[row] : self.counts[row]]
+
+    def trim(self, rows: ArrayLike, tokens: ArrayLike) -> None:
+        """Give back the blocks of `rows` (int [n], distinct) that end before `tokens[i]` (int [n]) of each.
+
+        For layers that attend to a window: `tokens[i]` is the first one that is still needed. Only rows whose
+        window has left a block cost anything.
+        """
+        rows = np.asarray(rows, np.intp)
+        ends = np.minimum(np.asarray(tokens) // self.block_size, self.counts[rows])
+        leaving = np.flatnonzero(ends > self.firsts[rows])
+        if leaving.size == 0:
+            return
+        rows, ends = rows[leaving], ends[leaving]
+        self._check_distinct(rows)
+        starts = self.firsts[rows]
+        entries = _spread(rows, starts, ends - starts)
+        blocks = self.array[entries]
+        self.array[entries] = -1
+        self.firsts[rows] = ends
+        self._drained[rows] = np.maximum(self._drained[rows], ends)
+        while blocks.size:  # more than once only if rows that share a block leave it together
+            again = self.pool.repeated(blocks)
+            self.pool.release(blocks[~again])
+            blocks = blocks[again]
+
     def free(self, row: int) -> None:
         """Release the row's blocks and leave the row empty."""
         self._check_row(row)
-        held = self.array[row, : self.counts[row]]
+        held = self.held(row)
         self.pool.release(held)
         held[:] = -1
+        self.firsts[row] = 0
         self.counts[row] = 0
         self._drained[row] = 0
 
@@ -99,7 +137,7 @@ class BlockTables:
 
     def check(self) -> None:
         """Walk every invariant of the tables; raise IntegrityError with the numbers that disagree."""
-        rows, indices = _spread(np.arange(self.max_rows), np.zeros_like(self.counts), self.counts)
+        rows, indices = _spread(np.arange(self.max_rows), self.firsts, self.counts - self.firsts)
         blocks = self.array[rows, indices]
         entries = int(np.count_nonzero(self.array != -1))
         require(entries == blocks.size, f"tables have {entries} entries and count {blocks.size}")
@@ -114,8 +152,8 @@ class BlockTables:
             f"blocks {short.tolist()} are in {holders[short].tolist()} rows "
             f"with {self.pool.refcounts[short].tolist()} references",
         )
-        ahead = np.flatnonzero(self._drained > self.counts)
-        require(ahead.size == 0, f"rows {ahead.tolist()} have drained more entries than they hold")
+        ahead = np.flatnonzero((self._drained > self.counts) | (self._drained < self.firsts))
+        require(ahead.size == 0, f"rows {ahead.tolist()} have drained other entries than they hold")
 
     def _missing(
         self, rows: ArrayLike, lengths: ArrayLike
@@ -130,11 +168,17 @@ class BlockTables:
     def _check_growth(self, rows: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
         if rows.min() < 0:
             raise ValueError(f"rows go from 0 to {self.max_rows - 1}, not from {rows.min()}")
-        if np.unique(rows).size < rows.size:
-            raise ValueError("a row is to grow twice in one call")
+        self._check_distinct(rows)
         if counts.max() > self.max_blocks:
             row = rows[counts.argmax()]
             raise ValueError(f"row {row} would need {counts.max()} blocks, a row holds {self.max_blocks}")
+
+    def _check_distinct(self, rows: NDArray[np.integer]) -> None:
+        # Each row takes its seat; one that finds another sitting there has been named twice.
+        numbers = np.arange(rows.size, dtype=np.int32)
+        self._seat[rows] = numbers
+        if (self._seat[rows] != numbers).any():
+            raise ValueError("a row is named twice in one call")
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.max_rows:

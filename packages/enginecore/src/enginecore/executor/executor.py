@@ -9,6 +9,10 @@ class Executor(Protocol):
     """Runs steps in the order in which they are submitted."""
 
     num_blocks: int
+    host_blocks: int
+    """Blocks of host memory that steps can swap to."""
+    window: int | None
+    """The sliding window that all layers have; None where some layer attends to everything."""
     max_model_len: int
     vocab_size: int
     depth: int

@@ -16,6 +16,8 @@ class InprocExecutor:
         self._worker = Worker(config, files)
         self._pending: deque[PendingOutput] = deque()
         self.num_blocks = self._worker.size.num_blocks
+        self.host_blocks = self._worker.size.host_blocks
+        self.window = self._worker.window
         self.max_model_len = self._worker.size.max_model_len
         self.vocab_size = self._worker.vocab_size
         self.depth = 1 if self._worker.device.type == "cpu" else 2

@@ -20,6 +20,8 @@ class CacheSize:
 
     num_blocks: int
     max_model_len: int
+    host_blocks: int = 0
+    """Blocks of host memory for what is swapped or evicted."""
 
 
 def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, available: int) -> CacheSize:
@@ -56,7 +58,8 @@ def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, availab
             f"({_gib(needed * layout.bytes_per_block)}), but there are {blocks} "
             f"({_gib(blocks * layout.bytes_per_block)}): the longest that fits is {capacity}"
         )
-    return CacheSize(blocks, asked or min(model_limit, capacity))
+    host_blocks = int(config.swap_space * 2**30) // layout.bytes_per_block
+    return CacheSize(blocks, asked or min(model_limit, capacity), host_blocks)
 
 
 def cpu_bytes(config: EngineConfig) -> int:
@@ -65,7 +68,10 @@ def cpu_bytes(config: EngineConfig) -> int:
     Raises:
         ConfigError: more was asked for than is free.
     """
-    free = _free_memory()
+    swap = int(config.swap_space * 2**30)
+    free = _free_memory() - swap
+    if free < 0:
+        raise ConfigError(f"swap_space={config.swap_space} is more than what is free, {_gib(free + swap)}")
     asked = config.kv_cache_memory_bytes
     if asked is not None:
         if asked > free:

@@ -7,7 +7,7 @@ from torch import Tensor
 from enginecore.models.decoder import Decoder
 from enginecore.runner.inputs import ModelInputs, build_inputs
 from enginecore.runner.rows import Rows
-from enginecore.runner.step import PositionLogprobs, StepInput, StepOutput
+from enginecore.runner.step import BlockCopies, PositionLogprobs, StepInput, StepOutput
 from enginecore.sampling.sampler import sample, token_logprobs
 
 
@@ -39,9 +39,13 @@ class PendingOutput:
 class Runner:
     """One model on one device with its KV cache and the rows of its running requests."""
 
-    def __init__(self, model: Decoder, cache: Tensor, *, max_rows: int, max_len: int) -> None:
+    def __init__(
+        self, model: Decoder, cache: Tensor, host_cache: Tensor | None, *, max_rows: int, max_len: int
+    ) -> None:
+        """`cache` and `host_cache` are of one shape but for their blocks, dimension 1."""
         self._model = model
         self._cache = cache
+        self._host_cache = host_cache
         self._block_size = cache.shape[-2]
         self._rows = Rows(max_rows, max_len, -(-max_len // self._block_size), cache.device)
 
@@ -49,6 +53,8 @@ class Runner:
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; its results are those of the plan's sampling rows, in the plan's order."""
         state = self._rows
+        if step.copies is not None:
+            self._copy_blocks(step.copies)
         state.apply(step)
         if not len(step.rows):
             return PendingOutput(step.step, torch.empty(0, dtype=torch.int32), {}, [])
@@ -63,6 +69,17 @@ class Runner:
         hidden = self._model(inputs.ids, inputs.positions, self._cache, inputs.batch)
         prompt_logprobs = self._prompt_logprobs(step, inputs, hidden)
         return self._sample(step, inputs, hidden, prompt_logprobs)
+
+    def _copy_blocks(self, copies: BlockCopies) -> None:
+        """Move blocks of all layers between device and host, then within the device."""
+        cache, host = self._cache, self._host_cache
+        # To and from the host without a stream: a copy out may be read back by a copy in right after it.
+        if host is not None and len(copies.out_sources):
+            host[:, _index(copies.out_destinations)] = cache[:, _index(copies.out_sources)].cpu()
+        if host is not None and len(copies.in_sources):
+            cache[:, _index(copies.in_destinations)] = host[:, _index(copies.in_sources)].to(cache.device)
+        if len(copies.sources):
+            cache[:, _index(copies.destinations)] = cache[:, _index(copies.sources)]
 
     def _sample(
         self, step: StepInput, inputs: ModelInputs, hidden: Tensor, prompt_logprobs: list[PositionLogprobs]
@@ -101,3 +118,7 @@ class Runner:
             found.append(PositionLogprobs(row, ids.astype(np.int32), values, ranks.astype(np.int32)))
             state.prompt_logprobs_from[row] = end
         return found
+
+
+def _index(blocks: np.ndarray) -> Tensor:
+    return torch.from_numpy(blocks.astype(np.int64))

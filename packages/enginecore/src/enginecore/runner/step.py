@@ -22,8 +22,22 @@ class RowStart(NamedTuple):
     """Prompt positions whose log probabilities have been reported already."""
 
 
+class BlockCopies(NamedTuple):
+    """KV cache blocks to copy before a step runs, in this order; int32 [n] block ids, pairwise."""
+
+    out_sources: np.ndarray
+    """Device blocks that go to the host blocks of the next."""
+    out_destinations: np.ndarray
+    in_sources: np.ndarray
+    """Host blocks that go to the device blocks of the next."""
+    in_destinations: np.ndarray
+    sources: np.ndarray
+    """Device blocks that go to the device blocks of the next."""
+    destinations: np.ndarray
+
+
 class StepInput(NamedTuple):
-    """One step. `closed` rows are given up before `started` ones are filled."""
+    """One step. Blocks are copied first; `closed` rows are given up before `started` ones are filled."""
 
     step: int
     rows: np.ndarray
@@ -41,6 +55,8 @@ class StepInput(NamedTuple):
     """int32[m], with the two below: new entries of the block tables."""
     block_indices: np.ndarray
     block_ids: np.ndarray
+    copies: BlockCopies | None = None
+    """None where there is nothing to copy, which is nearly always."""
 
 
 class PositionLogprobs(NamedTuple):

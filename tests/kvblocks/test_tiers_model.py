@@ -1,0 +1,348 @@
+"""Swapping, offloading, forks and layer groups under random schedules, on an array of contents.
+
+The cells hold, for each slot of each tier, what a cold run would have written there. Copies are performed on
+them in the order that `drain_copies` prescribes, and all at once within a list, as a device may. Wherever
+keys or tables say that something can be read, the cells must agree: a block that was given out too early, or
+copied from too late, would be another request's fluent answer.
+"""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvblocks import OutOfBlocks, PagedMemory, PrefixHasher
+
+BLOCK = 4
+ROWS = 4
+ROW_BLOCKS = 6
+CAPACITY = ROW_BLOCKS * BLOCK
+STEMS = [[1] * 24, [1] * 6 + [2] * 18]
+LAYERS = [(None,), (None,), (None, 5), (6, 3), (None, 1), (4,), (5, None, 9)]
+
+
+class Request:
+    def __init__(self, tokens, prefix, reuse=True):
+        self.tokens = tokens
+        self.prefix = prefix
+        self.reuse = reuse
+        self.known = len(tokens)
+        self.row = None
+        self.computed = 0
+        self.swapped = None  # tokens in the host tier
+
+
+class World:
+    """Rows, requests and both tiers' cells. Whatever is open to choice is left to `pick(sequence)`."""
+
+    def __init__(self, pick):
+        self.pick = pick
+        windows = pick(LAYERS)
+        host_blocks = pick([0, 1, 3, 6, 40])
+        self.memory = PagedMemory(
+            num_blocks=pick(range(3, 12)) * len(windows),
+            block_size=BLOCK,
+            max_rows=ROWS,
+            max_blocks_per_row=ROW_BLOCKS,
+            prefix_caching=pick([True, True, True, False]),
+            host_blocks=host_blocks,
+            windows=windows,
+        )
+        self.windows = windows
+        self.device = np.full((self.memory.num_blocks, BLOCK), None, object)
+        self.host = np.full((max(host_blocks, 1), BLOCK), None, object)
+        self.tables = np.zeros((len(windows), ROWS, ROW_BLOCKS), int)  # as a runner keeps them
+        self.tokens = np.full((ROWS, CAPACITY), -1, np.int32)
+        self.truth = {}  # key → (group, tokens up to the block's end)
+        self.running = []
+        self.waiting = []
+
+    def keys(self, tokens):
+        """The keys of all full blocks of `tokens`, a list for each group; remembers what they stand for."""
+        plain = PrefixHasher(BLOCK).extend(tokens)
+        keys = []
+        for group in range(len(self.windows)):
+            suffix = group.to_bytes(2, "little") if group else b""
+            keys.append([key + suffix for key in plain])
+            for n, key in enumerate(keys[-1]):
+                self.truth[key] = group, tuple(tokens[: (n + 1) * BLOCK])
+        return keys
+
+    def needed_from(self, group, length):
+        """The first position that the token at position `length` reads."""
+        window = self.windows[group]
+        return 0 if window is None else max(length - window + 1, 0)
+
+    def expected_hit(self, request):
+        """By trying all lengths: every block that holds a needed position is on one of the tiers."""
+        swapped = request.swapped or 0
+        if not (request.reuse and self.memory.prefix_caching):
+            return swapped
+        keys = self.keys(request.tokens[: request.known])
+        pools = [self.memory.pool] + ([self.memory.host_pool] if self.memory.host_pool else [])
+        for count in range(min((request.known - 1) // BLOCK, ROW_BLOCKS), 0, -1):
+            wanted = [
+                keys[group][n]
+                for group in range(len(self.windows))
+                for n in range(self.needed_from(group, count * BLOCK) // BLOCK, count)
+            ]
+            if len(self.windows) == 1 and self.windows[0] is None:
+                # A run on the device, then a run on the host.
+                places = [[pool.lookup(key) >= 0 for pool in pools] for key in wanted]
+                lost = next((n for n, place in enumerate(places) if not place[0]), count)
+                found = all(place[-1] for place in places[lost:]) and (lost == count or len(pools) > 1)
+            else:
+                found = all(any(pool.lookup(key) >= 0 for pool in pools) for key in wanted)
+            if found:
+                return max(count * BLOCK, swapped)
+        return swapped
+
+    def arrive(self):
+        stems = STEMS + [request.tokens for request in self.running + self.waiting]
+        tail = [self.pick([1, 2]) for _ in range(self.pick([1, 2]))]
+        tokens = (self.pick(stems)[: self.pick(range(21))] + tail)[: CAPACITY - 1]
+        reuse = self.pick([True] * 5 + [False])
+        prefix = self.memory.prefix(np.array(tokens, np.int32), reuse=reuse)
+        request = Request(tokens, prefix, reuse)
+        if self.open(request) and self.pick([True, True, False]):
+            self.run([request], [len(tokens)])
+
+    def resume(self):
+        if self.waiting:
+            self.open(self.waiting.pop(self.pick(range(len(self.waiting)))))
+
+    def look(self):
+        """A blocked request asks again and again."""
+        if self.waiting:
+            request = self.pick(self.waiting)
+            assert self.memory.cached_tokens(request.prefix) == self.expected_hit(request)
+
+    def open(self, request):
+        if len(self.running) == ROWS:
+            self.leave(self.pick(self.running), self.pick([True, False]))
+        hit = self.expected_hit(request)
+        assert self.memory.cached_tokens(request.prefix) == hit
+        length = self.pick(range(hit, CAPACITY + 1))
+        fits = self.memory.fits(request.prefix, length)
+        row = self.pick(sorted(set(range(ROWS)) - {other.row for other in self.running}))
+        try:
+            assert self.memory.open(row, request.prefix) == hit
+        except OutOfBlocks:
+            assert not fits
+            self.waiting.append(request)
+            return False
+        request.row, request.computed, request.swapped = row, hit, None
+        assert hit < len(request.tokens)
+        self.tokens[row] = -1
+        self.running.append(request)
+        assert fits == (self.memory.needed([row], [length]) <= self.memory.num_free)
+        return True
+
+    def fork(self):
+        for _ in range(self.pick([1, 2, 3])):
+            self.fork_one()
+
+    def fork_one(self):
+        ready = [request for request in self.running if request.computed >= request.known]
+        if not ready or len(self.running) == ROWS:
+            return
+        parent = self.pick(ready)
+        row = min(set(range(ROWS)) - {other.row for other in self.running})
+        copies = len(self.windows) if parent.computed % BLOCK else 0
+        free = self.memory.num_free
+        try:
+            prefix = self.memory.fork(parent.row, row)
+        except OutOfBlocks:
+            assert copies > free
+            return
+        tokens = [*parent.tokens[: parent.computed], self.pick([1, 2, 3])]
+        child = Request(tokens[:CAPACITY], prefix, parent.reuse)
+        child.row = row
+        child.computed = child.known = parent.computed
+        self.tokens[row] = -1
+        self.running.append(child)
+
+    def step(self):
+        """Some rows run; all copies that are due come first."""
+        requests = [request for request in self.running if self.pick([True, True, False])]
+        lengths = []
+        for request in requests:
+            size = len(request.tokens)
+            lengths.append(self.pick([size, *range(request.computed, size + 1)]))
+        self.run(requests, lengths)
+
+    def run(self, requests, lengths):
+        rows = [request.row for request in requests]
+        needed, free = self.memory.needed(rows, lengths), self.memory.num_free
+        try:
+            self.memory.grow(rows, lengths)
+        except OutOfBlocks:
+            assert needed > free
+            self.leave(self.pick(self.running), self.pick([True, False]))
+            return
+        assert needed == free - self.memory.num_free
+        self.drain()
+        for request, length in zip(requests, lengths):
+            self.write(request, length)
+        self.memory.computed(np.array(rows, int), np.array(lengths, int), self.tokens)
+        for request, length in zip(requests, lengths):
+            request.computed = length
+            request.known = max(request.known, length)
+            if length == CAPACITY:
+                self.finish(request)
+            elif length == len(request.tokens):
+                request.tokens = [*request.tokens, self.pick([1, 2])]
+
+    def write(self, request, length):
+        self.tokens[request.row, :length] = request.tokens[:length]
+        for group in range(len(self.windows)):
+            for position in range(request.computed, length):
+                block = self.tables[group, request.row, position // BLOCK]
+                assert self.memory.pool.refcounts[block] == 1, "a row writes where another one reads"
+                self.device[block, position % BLOCK] = group, tuple(request.tokens[: position + 1])
+
+    def drain(self):
+        for group in range(len(self.windows)):
+            rows, indices, blocks = self.memory.drain_changes(group)
+            self.tables[group, rows, indices] = blocks
+        copies = self.memory.drain_copies()
+        for copied in copies:
+            assert len(set(copied.destinations.tolist())) == copied.destinations.size
+        self.host[copies.out.destinations] = self.device[copies.out.sources]
+        self.device[copies.in_.destinations] = self.host[copies.in_.sources]
+        self.device[copies.copy.destinations] = self.device[copies.copy.sources]
+        self.read_all()
+
+    def read_all(self):
+        """What rows can read, and what keys promise, is what a cold run would have computed."""
+        for request in self.running:
+            for group in range(len(self.windows)):
+                for position in range(self.needed_from(group, request.computed), request.computed):
+                    cell = self.device[self.tables[group, request.row, position // BLOCK], position % BLOCK]
+                    assert cell == (group, tuple(request.tokens[: position + 1]))
+        tiers = [(self.memory.pool, self.device)]
+        if self.memory.host_pool:
+            tiers.append((self.memory.host_pool, self.host))
+        for pool, cells in tiers:
+            for block in range(pool.num_blocks):
+                key = pool.key_of(block)
+                if key is not None:
+                    group, tokens = self.truth_of(key)
+                    first = len(tokens) - BLOCK
+                    assert cells[block].tolist() == [(group, tokens[: first + n + 1]) for n in range(BLOCK)]
+
+    def truth_of(self, key):
+        if key not in self.truth:
+            for request in self.running + self.waiting:
+                self.keys(request.tokens)
+        return self.truth[key]
+
+    def preempt(self):
+        if self.running:
+            self.leave(self.pick(self.running), self.pick([True, True, False]))
+
+    def rotate(self):
+        """Rows leave and come back within one plan."""
+        for _ in range(self.pick([1, 2, 3])):
+            self.preempt()
+            self.resume()
+
+    def leave(self, request, swap):
+        self.keys(request.tokens)
+        row = request.row
+        if swap and self.memory.swap_out(row):
+            request.swapped = request.computed
+        else:
+            if swap:
+                self.memory.check()  # nothing has changed
+            self.memory.close(row)
+        request.row = None
+        request.computed = 0
+        self.running.remove(request)
+        self.waiting.append(request)
+
+    def end(self):
+        if self.running:
+            self.finish(self.pick(self.running))
+
+    def finish(self, request):
+        self.keys(request.tokens)
+        self.memory.close(request.row)
+        self.running.remove(request)
+
+    def forget(self):
+        if self.waiting:
+            request = self.waiting.pop(self.pick(range(len(self.waiting))))
+            self.memory.forget(request.prefix)
+
+    def reset(self):
+        self.memory.reset()
+
+    def agrees(self):
+        self.memory.check()
+        for request in self.running:
+            for group, window in enumerate(self.windows):
+                tables = self.memory.groups[group].tables
+                first = self.needed_from(group, request.computed) // BLOCK
+                assert (tables.array[request.row, first : tables.counts[request.row]] >= 0).all()
+                if window is not None:
+                    assert (tables.array[request.row, :first] == -1).all()
+
+    def end_all(self):
+        self.drain()
+        for request in self.running:
+            self.memory.close(request.row)
+        for request in self.waiting:
+            self.memory.forget(request.prefix)
+        self.memory.check()
+        assert self.memory.num_free == self.memory.num_blocks
+        if self.memory.host_pool:
+            assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
+        assert self.memory.reset() == 0
+
+
+MOVES = ["arrive", "resume", "look", "fork", "step", "drain", "preempt", "rotate", "end", "forget"]
+OFTEN = [*MOVES, "arrive", "arrive", "resume", "resume", "look", "step", "step", "step", "rotate"]
+
+
+class TiersMachine(RuleBasedStateMachine):
+    @initialize(data=st.data())
+    def start(self, data):
+        self.world = World(lambda sequence: data.draw(st.sampled_from(sequence)))
+
+    @rule(data=st.data(), move=st.sampled_from(OFTEN))
+    def move(self, data, move):
+        self.world.pick = lambda sequence: data.draw(st.sampled_from(sequence))
+        getattr(self.world, move)()
+
+    @rule(sure=st.sampled_from([False] * 9 + [True]))
+    def reset(self, sure):
+        if sure:
+            self.world.reset()
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "world"):
+            self.world.agrees()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.end_all()
+
+
+TestTiers = TiersMachine.TestCase
+TestTiers.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_walk(seed):
+    """What a search for small examples seldom reaches: many requests, both tiers full, everything reused."""
+    rng = random.Random(seed)
+    world = World(rng.choice)
+    for _ in range(400):
+        getattr(world, rng.choice(OFTEN))()
+        world.agrees()
+    world.end_all()
