@@ -73,7 +73,7 @@ _AT_LEAST = {
     "long_prefill_token_threshold": 0,
     "block_size": 1,
     "kv_cache_memory_bytes": 0,
-    "num_blocks_override": 0,
+    "num_blocks_override": 1,
     "max_logprobs": -1,
 }
 
