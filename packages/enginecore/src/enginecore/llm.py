@@ -100,7 +100,7 @@ class LLM:
 
 def _as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:
     if isinstance(prompts, str | Mapping | Prompt):
-        return [prompts]
+        return [cast(PromptInput, prompts)]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}", "prompts")
     many = list(prompts)
