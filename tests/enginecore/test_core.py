@@ -327,7 +327,8 @@ def test_a_cache_salt_keeps_requests_apart(model):
     ("options", "parts"),
     [
         ({"num_blocks_override": 8, "max_model_len": 512}, ["512", "32", "129"]),
-        ({"num_blocks_override": 0}, ["no block"]),
+        ({"num_blocks_override": 0}, ["num_blocks_override must be at least 1"]),
+        ({"kv_cache_memory_bytes": 100}, ["no block", "8.0 KiB", "100 bytes"]),
         ({"kv_cache_memory_bytes": 1 << 50}, ["1125899906842624", "free"]),
         ({"max_model_len": 4096}, ["4096", "512"]),
         ({"swap_space": 1e6}, ["swap_space", "free"]),

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 import byte_tokenizer
 from byte_tokenizer import EOS
@@ -170,3 +172,53 @@ for _ in range(2):
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "1\n1\n")
+
+
+def test_any_iterable_of_prompts(llm):
+    params = SamplingParams(**GREEDY)
+    expected = [o.outputs[0].token_ids for o in llm.generate(["a", "b"], params)]
+    for prompts in ((p for p in ["a", "b"]), map(str, ["a", "b"]), iter(["a", "b"]), ("a", "b")):
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
+    for ids in (np.array([97]), [np.int64(97)], torch.tensor([97])):
+        assert [o.outputs[0].token_ids for o in llm.generate(ids, params)] == expected[:1]
+    assert llm.generate(iter([]), params) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(None), "prompts must be a prompt or a list"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "params must be SamplingParams"),
+        (lambda llm: llm.generate("a", 5), "params must be SamplingParams"),
+        (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list"),
+        (lambda llm: llm.generate(["a", "x" * 70, "b"]), "prompt 1: the prompt has 70"),
+        (lambda llm: llm.generate("x" * 10_000_000), "10000000 characters"),
+    ],
+)
+def test_mistakes_are_named(llm, call, message):
+    with pytest.raises(RequestError, match=message):
+        call(llm)
+    assert nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_token_ids": [EOS], "min_tokens": 3},
+        {"stop_token_ids": list(range(320)), "min_tokens": 1},
+        {"allowed_token_ids": [97], "bad_words": ["a"]},
+    ],
+    ids=["eos only", "all stop", "bad word"],
+)
+def test_parameters_that_leave_no_token(llm, settings):
+    with pytest.raises(RequestError, match="no token could be chosen"):
+        llm.generate("abc", SamplingParams(temperature=0, max_tokens=6, **settings))
+
+
+def test_penalties_beyond_float32(llm):
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1e300)
+    large = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1e29)
+    assert (
+        llm.generate("abc", params)[0].outputs[0].token_ids
+        == llm.generate("abc", large)[0].outputs[0].token_ids
+    )

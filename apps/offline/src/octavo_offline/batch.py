@@ -1,5 +1,6 @@
 """Files in OpenAI's batch format: a request a line in, an answer a line out."""
 
+import codecs
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -108,7 +109,9 @@ class _Writer:
 def _jobs(
     engine: "LLMEngine", names: Sequence[str], source: Iterable[bytes], writer: _Writer
 ) -> Iterator[Job]:
-    for line in source:
+    for number, line in enumerate(source):
+        if number == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         custom_id = None

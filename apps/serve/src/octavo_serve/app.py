@@ -52,6 +52,7 @@ def create_app(engine: "AsyncEngine", options: ServeConfig) -> FastAPI:
         title="Octavo",
         version=__version__,
         redoc_url=None,
+        redirect_slashes=False,
         middleware=middleware,
         exception_handlers=HANDLERS,
     )

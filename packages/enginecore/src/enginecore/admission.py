@@ -65,6 +65,19 @@ def check_params(
             raise RequestError(f"{name} needs text, and this model has no tokenizer", name)
 
 
+def check_choice(
+    params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]], vocab_size: int
+) -> None:
+    """Raise RequestError when parameters together leave no token that could be chosen."""
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned |= set(stop_ids)
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if len(banned) >= len(set(allowed)) and banned.issuperset(allowed):
+        named = "stop ids (up to min_tokens) and bad_words" if params.min_tokens else "bad_words"
+        raise RequestError(f"no token could be chosen: {named} leave none of those allowed")
+
+
 def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Return a word's tokens as they stand at the start of a text, and after a space.
 

@@ -85,7 +85,7 @@ _AT_LEAST = {
     "time_slice_tokens": 1,
     "block_size": 1,
     "kv_cache_memory_bytes": 0,
-    "num_blocks_override": 0,
+    "num_blocks_override": 1,
     "max_logprobs": -1,
 }
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from enginecore.admission import bad_word_ids, check_params, check_prompt, output_limit
+from enginecore.admission import bad_word_ids, check_choice, check_params, check_prompt, output_limit
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
 from enginecore.messages import RUNNING, AddRequest, Outputs, Ready, TokenLogprobs, tokens_to_bytes
@@ -100,6 +100,9 @@ class Frontend:
         Raises:
             RequestError: it is none of these, or it is text and the model has no tokenizer.
         """
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str):
+            self._check_length(text)
         return read_prompt(prompt, self.tokenizer, add_special_tokens)
 
     def prepare_chat(
@@ -117,6 +120,7 @@ class Frontend:
             RequestError: there is no template or tokenizer, or the template refuses the messages.
         """
         text = self._template(chat_template).render(messages, **options)
+        self._check_length(text)
         return Prompt(text, encode_text(text, self.tokenizer, add_special_tokens=False))
 
     def add(
@@ -145,13 +149,15 @@ class Frontend:
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
         bad_words = self._bad_words(params)
         stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]
+        stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
+        check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
         request = self._start(request_id, prompt, params)
         return [
             AddRequest(
                 number=number,
                 prompt=tokens_to_bytes(prompt.token_ids),
                 params=params if sample.index == 0 else _without_prompt_logprobs(params),
-                stop_ids=list(dict.fromkeys(stop_ids + params.stop_token_ids)),
+                stop_ids=stop_ids,
                 max_tokens=max_tokens,
                 seed=self._seed(params, sample.index),
                 cache_salt=prompt.cache_salt if cache_salt is None else cache_salt,
@@ -205,6 +211,17 @@ class Frontend:
             self._samples[number].end("error", message)
             self._close(number)
         return [request.output() for request in failed]
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit before anybody's time is spent on cutting it into tokens."""
+        if self.limits is None or self.tokenizer is None:
+            return
+        if len(text) > self.limits.max_model_len * self.tokenizer.longest_token:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, more than prompt and output together can hold in "
+                f"{self.limits.max_model_len} tokens",
+                "prompt",
+            )
 
     def _template(self, given: str | None) -> ChatTemplate:
         try:

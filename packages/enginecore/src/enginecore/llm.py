@@ -1,6 +1,6 @@
 """`LLM`: a model to call from a script, with as many prompts at once as there are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -29,8 +29,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: PromptInput | Iterable[PromptInput],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
@@ -46,8 +46,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Sequence[Message]],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; `template_options` reach the chat template.
@@ -60,12 +60,20 @@ class LLM:
             [prepare(turns, **template_options) for turns in _as_conversations(messages)], params
         )
 
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, index: int, count: int) -> None:
+        try:
+            self.engine.add_request(request_id, prompt, params)
+        except RequestError as error:
+            if count == 1:
+                raise
+            raise RequestError(f"prompt {index}: {error}", error.param) from error
+
     def shutdown(self) -> None:
         """Give the model's memory back."""
         self.engine.shutdown()
 
     def _run(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: list[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
     ) -> list[RequestOutput]:
         if params is None:
             params = SamplingParams(**self.engine.frontend.sampling_defaults)
@@ -75,7 +83,7 @@ class LLM:
         added: list[str] = []
         try:
             for request_id, prompt, wanted in zip(ids, prompts, each, strict=True):
-                self.engine.add_request(request_id, prompt, wanted)
+                self._add(request_id, prompt, wanted, len(added), len(prompts))
                 added.append(request_id)
             finished: dict[str, RequestOutput] = {}
             while self.engine.has_unfinished_requests():
@@ -90,27 +98,38 @@ class LLM:
         return [finished[request_id] for request_id in ids]
 
 
-def _as_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+def _as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:
     if isinstance(prompts, str | Mapping | Prompt):
-        return [prompts]
-    if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[PromptInput], prompts))
+        return [cast(PromptInput, prompts)]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}", "prompts")
+    many = list(prompts)
+    if many and all(hasattr(entry, "__index__") for entry in many):
+        return [cast(Sequence[int], many)]
+    return cast(list[PromptInput], many)
 
 
-def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    if not messages or isinstance(messages[0], Mapping):
-        return [cast(Sequence[Message], messages)]
-    return list(cast(Sequence[Sequence[Message]], messages))
+def _as_conversations(messages: Iterable[Message] | Iterable[Sequence[Message]]) -> list[Sequence[Message]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(f"messages must be a list of messages, got {messages!r:.80}", "messages")
+    many = list(messages)
+    if not many or isinstance(many[0], Mapping):
+        return [cast(list[Message], many)]
+    return cast(list[Sequence[Message]], many)
 
 
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _one_for_each(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         wanted = [params] * count
-    else:
+    elif isinstance(params, Iterable):
         wanted = list(params)
+    else:
+        raise RequestError(f"params must be SamplingParams, got {params!r:.80}", "params")
     if len(wanted) != count:
         raise RequestError(f"there are {count} prompts but {len(wanted)} sampling parameters")
+    for entry in wanted:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {entry!r:.80}", "params")
     # One result a request is all the caller sees, so intermediate ones need not be built.
     return [_final_only(entry) for entry in wanted]
 

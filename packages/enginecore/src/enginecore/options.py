@@ -36,6 +36,21 @@ SERVER_OPTIONS = frozenset(PREFIX + name.upper() for name in _SERVER_NAMES)
 """Variables of the HTTP server's own options: other commands pass over them: one environment serves all."""
 
 
+class _Once(argparse.Action):
+    """An option that may be given once: a second one would hide the first."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice")
+        setattr(namespace, self.dest, values)
+
+
 class Option(NamedTuple):
     """One option, as a dataclass field declares it."""
 
@@ -83,7 +98,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(prog=program, description=description, allow_abbrev=False)
         self.records = records
         self.add_argument("--version", action="version", version=f"{program} {version}")
-        self.add_argument("--config", metavar="FILE", help="YAML file of options")
+        self.add_argument("--config", metavar="FILE", action=_Once, help="YAML file of options")
         self.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
         for heading, record in records.items():
             group = self.add_argument_group(heading)
@@ -132,6 +147,10 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has gone. What is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _from_flags(flags: dict[str, Any]) -> dict[str, Given]:
@@ -160,7 +179,7 @@ def _from_file(path: Path, known: set[str]) -> dict[str, Given]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _without_repeats(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), path)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -178,6 +197,18 @@ def _from_file(path: Path, known: set[str]) -> dict[str, Given]:
             raise ConfigError(f"config file {path}: {name} is given twice")
         given[name] = Given(value, str(path))
     return given
+
+
+def _without_repeats(root: Any, path: Path) -> Any:
+    """Return what the YAML node `root` stands for; of two lines for one key, YAML itself drops the first."""
+    import yaml
+
+    if isinstance(root, yaml.MappingNode):
+        keys = [key.value for key, _ in root.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"config file {path}: {key} is given twice")
+    return None if root is None else yaml.SafeLoader("").construct_document(root)
 
 
 def _flag_arguments(option: Option) -> dict[str, Any]:

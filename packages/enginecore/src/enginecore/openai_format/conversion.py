@@ -145,6 +145,7 @@ def _token_ids(ids: list[Any]) -> list[int]:
         raise RequestError("prompt holds an empty list: give at least one token id", "prompt")
     if set(map(type, ids)) != {int}:
         raise RequestError("prompt lists must hold token ids (integers), one list a prompt", "prompt")
-    if min(ids) < 0 or max(ids) > 2**31 - 1:
-        raise RequestError(f"prompt holds {min(ids)}…{max(ids)}: not all are token ids", "prompt")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < 2**31:
+            raise RequestError(f"prompt holds {token}, which is no token id", "prompt")
     return ids

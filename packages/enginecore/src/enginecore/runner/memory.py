@@ -41,22 +41,23 @@ def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, availab
         blocks = min(available // layout.bytes_per_block, most_used)
     elif blocks * layout.bytes_per_block > available:
         raise ConfigError(
-            f"num_blocks_override={blocks} needs {_gib(blocks * layout.bytes_per_block)} of memory, "
-            f"and {_gib(available)} is available"
+            f"num_blocks_override={blocks} needs {_size(blocks * layout.bytes_per_block)} of memory, "
+            f"and {_size(available)} is available"
         )
     # The last token of a request is never read back, so it needs no slot.
     capacity = blocks * layout.block_size + 1
     if blocks < 1:
         raise ConfigError(
-            f"the KV cache has no block: one of {layout.block_size} tokens needs {layout.bytes_per_block} "
-            f"bytes, and {available} are available; raise kv_cache_memory_bytes or num_blocks_override"
+            f"the KV cache has no block: one of {layout.block_size} tokens needs "
+            f"{_size(layout.bytes_per_block)}, and {_size(available)} are available; "
+            "raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
     if asked is not None and asked > capacity:
         needed = -(-(asked - 1) // layout.block_size)
         raise ConfigError(
             f"max_model_len={asked} needs {needed} KV cache blocks "
-            f"({_gib(needed * layout.bytes_per_block)}), but there are {blocks} "
-            f"({_gib(blocks * layout.bytes_per_block)}): the longest that fits is {capacity}"
+            f"({_size(needed * layout.bytes_per_block)}), but there are {blocks} "
+            f"({_size(blocks * layout.bytes_per_block)}): the longest that fits is {capacity}"
         )
     host_blocks = int(config.swap_space * 2**30) // layout.bytes_per_block
     return CacheSize(blocks, asked or min(model_limit, capacity), host_blocks)
@@ -76,7 +77,7 @@ def cpu_bytes(config: EngineConfig) -> int:
     if asked is not None:
         if asked > free:
             raise ConfigError(
-                f"kv_cache_memory_bytes={asked} ({_gib(asked)}) is more than what is free, {_gib(free)}"
+                f"kv_cache_memory_bytes={asked} ({_size(asked)}) is more than what is free, {_size(free)}"
             )
         return asked
     if config.num_blocks_override is not None:
@@ -107,5 +108,8 @@ def _free_memory() -> int:
     return free
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _size(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"

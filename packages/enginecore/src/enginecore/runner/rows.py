@@ -10,6 +10,9 @@ from enginecore.sampling.params import SamplingParams
 _MOST = 2**31 - 1
 """More than any vocabulary has, and what an int32 column holds."""
 
+_LARGEST = 1e30
+"""Settings beyond it act like it; float32 and what is computed from it stay finite."""
+
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -74,7 +77,7 @@ class Rows:
         self.prompt_logprobs[row] = _count(params.prompt_logprobs)
         self.prompt_logprobs_from[row] = start.prompt_logprobs_from
         for name, column in self.floats.items():
-            column[row] = getattr(params, name)
+            column[row] = min(getattr(params, name), _LARGEST)
         self.penalised[row] = _penalised(params)
         extras = RowExtras(start)
         if extras:

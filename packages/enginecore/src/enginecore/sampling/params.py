@@ -1,6 +1,7 @@
 """What a request may ask of the sampler: vLLM's names, defaults and error rules."""
 
 import math
+import re
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -77,6 +78,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list | tuple):
+                raise ValueError(f"{name} must be a list, got {value!r:.80}")
         self.stop = list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = list(self.bad_words or [])
@@ -169,13 +174,16 @@ def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_l
         raise ValueError(f"{name} must be finite and {where}, got {value}")
 
 
+def _is_token_id(key: Any) -> bool:
+    return isinstance(key, str) and re.fullmatch(r"0|-?[1-9][0-9]{0,18}", key, re.ASCII) is not None
+
+
 def _clamped_bias(bias: dict[Any, Any]) -> dict[int, float]:
     clamped = {}
     for key, value in bias.items():
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise ValueError(f"logit_bias keys must be token ids, got {key!r}") from None
+        if isinstance(key, bool) or not (isinstance(key, int) or _is_token_id(key)):
+            raise ValueError(f"logit_bias keys must be token ids, got {key!r:.40}")
+        token = int(key)
         _integer("logit_bias key", token, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise ValueError(f"logit_bias[{token}] must be a number, got {value!r}")

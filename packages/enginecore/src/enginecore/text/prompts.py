@@ -1,5 +1,6 @@
 """The forms in which a caller may give a prompt."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,11 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, add_sp
 
 
 def _token_ids(ids: Any) -> list[int]:
-    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) and set(map(type, ids)) <= {int}:
-        return list(ids)
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+        if set(map(type, ids)) <= {int}:
+            return list(ids)
+        if all(hasattr(token, "__index__") and not isinstance(token, bool) for token in ids):
+            return [operator.index(token) for token in ids]  # numpy's integers, for one
+    elif hasattr(ids, "tolist"):
+        return _token_ids(ids.tolist())  # an array or tensor
     raise RequestError(f"a prompt must be {_FORMS}, got {ids!r:.80}", "prompt")

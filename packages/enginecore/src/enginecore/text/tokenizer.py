@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from enginecore.errors import RequestError
@@ -22,6 +23,10 @@ class Decoding(NamedTuple):
     """Of "byte_fallback": what is replaced in each token, such as the visible space by a space."""
     strip: int = 0
     """Of "byte_fallback": how many spaces to drop at the start of the whole text, at most."""
+
+
+_LONG_TEXT = 65536
+_NORMALISING = 4
 
 
 class Tokenizer:
@@ -52,6 +57,13 @@ class Tokenizer:
         self.decoding = _decoding(backend)
         self._pieces = {False: _Pieces(self, hide_special=False), True: _Pieces(self, hide_special=True)}
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of a text that one token can stand for."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        # A normaliser may make a text shorter before it is cut into tokens.
+        return longest if self._backend.normalizer is None else _NORMALISING * longest
+
     @property
     def bos_token_id(self) -> int | None:
         return self._role("bos_token")
@@ -70,6 +82,9 @@ class Tokenizer:
         Raises:
             RequestError: the text holds half of a surrogate pair, which no encoding can express.
         """
+        if len(text) > _LONG_TEXT:
+            # The backend lets other threads run only while it encodes a batch.
+            return self.encode_batch([text], add_special_tokens)[0]
         _check_encodable(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
