@@ -72,7 +72,7 @@ def cpu_bytes(config: EngineConfig) -> int:
     swap = int(config.swap_space * 2**30)
     free = _free_memory() - swap
     if free < 0:
-        raise ConfigError(f"swap_space={config.swap_space} is more than what is free, {_gib(free + swap)}")
+        raise ConfigError(f"swap_space={config.swap_space} is more than what is free, {_size(free + swap)}")
     asked = config.kv_cache_memory_bytes
     if asked is not None:
         if asked > free:

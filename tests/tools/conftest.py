@@ -1,0 +1,6 @@
+"""The tools are scripts, not installed packages: they are found where they lie."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
