@@ -23,6 +23,10 @@ class Match(NamedTuple):
 NO_MATCH = Match(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
+_FEW = 16
+"""Up to so many, a list is looked through faster than numpy starts."""
+
+
 class BlockPool:
     """`num_blocks` blocks, ids 0 to num_blocks - 1, each of them usable.
 
@@ -284,6 +288,10 @@ class BlockPool:
             raise ValueError(f"block ids come as a list or a 1-d array, not with shape {ids.shape}")
         if ids.size == 0:
             return ids
+        if ids.size <= _FEW:
+            listed = ids.tolist()
+            if len(set(listed)) == len(listed) and min(listed) >= 0 and max(listed) < self.num_blocks:
+                return ids
         # Read as unsigned, a negative id is larger than any block.
         if ids.view(np.uint32).max() >= self.num_blocks:
             raise ValueError(f"block ids go from 0 to {self.num_blocks - 1}, not {ids.min()} to {ids.max()}")

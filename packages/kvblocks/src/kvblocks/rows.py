@@ -14,7 +14,9 @@ class OpenRows:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self.is_open = np.zeros(max_rows, np.bool_)
+        # Negative row numbers reach back into the second half, which is never open.
+        self._open_or_never = np.zeros(2 * max_rows, np.bool_)
+        self.is_open = self._open_or_never[:max_rows]
         self.computed = np.zeros(max_rows, np.int32)
         self._prefixes: list[Prefix | None] = [None] * max_rows
 
@@ -49,8 +51,12 @@ class OpenRows:
     def require_open(self, rows: ArrayLike) -> None:
         """ValueError unless all of `rows` (int [n]) are open."""
         rows = np.asarray(rows, np.intp)
-        if rows.size and rows.min() < 0:
-            raise ValueError(f"rows go from 0 to {self.is_open.size - 1}, not from {rows.min()}")
-        is_open = self.is_open[rows]
-        if not is_open.all():
+        try:
+            is_open = self._open_or_never[rows]
+        except IndexError:
+            is_open = np.zeros(rows.size, np.bool_)
+        if np.count_nonzero(is_open) < rows.size:
+            last = self.is_open.size - 1
+            if rows.min() < 0 or rows.max() > last:
+                raise ValueError(f"rows go from 0 to {last}, not from {rows.min()} to {rows.max()}")
             raise ValueError(f"rows {rows[~is_open].tolist()} are not open")

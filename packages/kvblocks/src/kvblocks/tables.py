@@ -166,14 +166,19 @@ class BlockTables:
         return growing, -(-lengths[crossing] // self.block_size) - self.counts[growing]
 
     def _check_growth(self, rows: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
-        if rows.min() < 0:
-            raise ValueError(f"rows go from 0 to {self.max_rows - 1}, not from {rows.min()}")
+        lowest, most = int(np.minimum.reduce(rows)), int(np.maximum.reduce(counts))
+        if lowest < 0:
+            raise ValueError(f"rows go from 0 to {self.max_rows - 1}, not from {lowest}")
         self._check_distinct(rows)
-        if counts.max() > self.max_blocks:
+        if most > self.max_blocks:
             row = rows[counts.argmax()]
-            raise ValueError(f"row {row} would need {counts.max()} blocks, a row holds {self.max_blocks}")
+            raise ValueError(f"row {row} would need {most} blocks, a row holds {self.max_blocks}")
 
     def _check_distinct(self, rows: NDArray[np.integer]) -> None:
+        if rows.size <= 16:
+            if len(set(rows.tolist())) < rows.size:
+                raise ValueError("a row is named twice in one call")
+            return
         # Each row takes its seat; one that finds another sitting there has been named twice.
         numbers = np.arange(rows.size, dtype=np.int32)
         self._seat[rows] = numbers
@@ -189,6 +194,8 @@ def _spread(
     rows: NDArray[np.integer], starts: NDArray[np.integer], counts: NDArray[np.integer]
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Row and index of the entries `starts[i]` to `starts[i] + counts[i] - 1` of each row, in order."""
+    if counts.size == np.count_nonzero(counts == 1):
+        return rows, starts  # one entry each, as in most steps
     before = np.cumsum(counts) - counts
     indices = np.arange(counts.sum()) + np.repeat(starts - before, counts)
     return np.repeat(rows, counts), indices
