@@ -6,10 +6,15 @@ Times `plan` and `commit` on paged memory with prefix caching and blocks of 16 t
 or 1,024 rows each decode a token, and steps in which 256 rows decode and 8 prompts of 1,024 tokens come in.
 Then the hashing of 50,000 prompt tokens, and allocating and releasing 4,096 blocks in one call each. Every
 figure is a median, on one thread.
+
+Where vLLM is installed, its own scheduler takes decode steps of the same shape, up to 60 of them, and its
+figures stand beside ours.
 """
 
 import argparse
+import importlib.util
 import json
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import vllm_scheduler
 from numpy.typing import NDArray
 
 from batchsched import Limits, Request, Scheduler, StepPlan, StepResult
@@ -135,13 +141,33 @@ def ours(steps: int) -> Figures:
     )
 
 
-def report(figures: Figures) -> None:
+def vllm_decode_step_ms(steps: int) -> dict[str, float]:
+    """vLLM's medians for the rows of `Figures.decode_step_ms`; empty where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return {}
+    return {
+        str(rows): vllm_scheduler.decode_step_ms(
+            rows,
+            min(steps - 1, 60),
+            prompt=PROMPT,
+            block_size=BLOCK_SIZE,
+            batched_tokens=rows + PREFILLS * PREFILL,
+        )
+        for rows in (64, 256, 1024)
+    }
+
+
+def report(figures: Figures, vllm: dict[str, float]) -> None:
     lines = {f"decode step, {rows} rows": (ms, "ms") for rows, ms in figures.decode_step_ms.items()}
     lines["256 rows decode, 8 prefills"] = figures.mixed_step_ms, "ms"
     lines["hash 50,000 tokens"] = figures.hash_50k_ms, "ms"
     lines["allocate + release, a block"] = figures.alloc_release_ns, "ns"
+    theirs = {f"decode step, {rows} rows": ms for rows, ms in vllm.items()}
+    if theirs:
+        print(f"{'':<30}{'ours':>10}   {'vLLM':>12}{'ratio':>9}")
     for name, (value, unit) in lines.items():
-        print(f"{name:<30}{value:>10.3f} {unit}")
+        beside = f"{theirs[name]:>10.3f} ms{theirs[name] / value:>8.1f}x" if name in theirs else ""
+        print(f"{name:<30}{value:>10.3f} {unit}{beside}")
 
 
 def main() -> None:
@@ -149,10 +175,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps a figure (default 300)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     arguments = parser.parse_args()
+    # Ours first: what vLLM imports would be in the way of our garbage collections.
     figures = ours(arguments.steps)
-    report(figures)
+    vllm = vllm_decode_step_ms(arguments.steps)
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures._asdict(), indent=2) + "\n")
+        written = figures._asdict() | ({"vllm_decode_step_ms": vllm} if vllm else {})
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n")
+    # Into a closed pipe, end without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    report(figures, vllm)
 
 
 if __name__ == "__main__":
