@@ -6,7 +6,7 @@ import pytest
 
 from enginecore.errors import RequestError
 from enginecore.openai_format import answers, checks, conversion
-from enginecore.openai_format.bodies import CompletionBody, decode
+from enginecore.openai_format.bodies import ChatBody, CompletionBody, decode
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 from enginecore.sampling.params import RequestOutputKind
 
@@ -103,3 +103,10 @@ def test_the_models_own_parameters_fill_what_a_body_leaves_open():
     body = decode(b'{"prompt": "a", "top_p": 0.5, "temperature": null}', CompletionBody)
     params = conversion.completion_params(body, {"temperature": 0.2, "top_p": 0.9, "top_k": 20})
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.5, 20)
+
+
+def test_an_error_names_the_field_that_was_sent():
+    body = decode(b'{"messages": [], "max_completion_tokens": 0, "max_tokens": 5}', ChatBody)
+    with pytest.raises(RequestError, match="max_completion_tokens must be at least 1") as error:
+        conversion.chat_params(body, {})
+    assert error.value.param == "max_completion_tokens"

@@ -121,7 +121,12 @@ class Frontend:
         """
         text = self._template(chat_template).render(messages, **options)
         self._check_length(text)
-        return Prompt(text, encode_text(text, self.tokenizer, add_special_tokens=False))
+        ids = encode_text(text, self.tokenizer, add_special_tokens=False)
+        if not ids:
+            raise RequestError(
+                "the messages make an empty prompt: it must hold at least one token", "messages"
+            )
+        return Prompt(text, ids)
 
     def add(
         self,

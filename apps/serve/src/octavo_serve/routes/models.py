@@ -82,11 +82,12 @@ async def detokenize(request: Request) -> Response:
     raw = await read_body(request)
     model_name(raw, server.names)
     tokens = decode(raw, DetokenizeBody).tokens
-    beyond = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+    limits = server.frontend.limits
+    # A model may have more ids than its tokenizer; those stand for no text.
+    size = max(tokenizer.vocab_size, 0 if limits is None else limits.vocab_size)
+    beyond = [token for token in tokens if not 0 <= token < size]
     if beyond:
-        raise RequestError(
-            f"tokens holds {beyond[0]}, but the vocabulary ends at {tokenizer.vocab_size - 1}", "tokens"
-        )
+        raise RequestError(f"tokens holds {beyond[0]}, but the vocabulary ends at {size - 1}", "tokens")
     return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
 

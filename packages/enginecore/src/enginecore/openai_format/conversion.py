@@ -100,7 +100,13 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
     fields["max_tokens"] = body.max_tokens if newer is None else newer
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    return _params(fields)
+    try:
+        return _params(fields)
+    except RequestError as error:
+        if error.param != "max_tokens" or newer is None:
+            raise
+        named = "max_completion_tokens"
+        raise RequestError(str(error).replace("max_tokens", named), named) from error
 
 
 def template_options(body: ChatBody) -> dict[str, Any]:
