@@ -1,7 +1,7 @@
 """How many KV cache blocks fit."""
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -9,6 +9,13 @@ import torch
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from pagedattn import KVLayout
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory" / "memory.limit_in_bytes", _CGROUP / "memory" / "memory.usage_in_bytes"),
+)
+"""Where a container's memory limit and use stand, in version 2 and version 1 of control groups."""
 
 _CPU_SHARE = 0.4
 _CPU_DEFAULT = 4 << 30
@@ -96,15 +103,11 @@ def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:
 
 def _free_memory() -> int:
     free = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        if os.path.exists(limit_file) and os.path.exists(used_file):  # noqa: PTH110
-            with open(limit_file) as limit, open(used_file) as used:  # noqa: PTH123
-                ceiling = limit.read().strip()
-                if ceiling != "max":
-                    free = min(free, max(0, int(ceiling) - int(used.read())))
+    for limit_file, used_file in _CGROUP_FILES:
+        if limit_file.is_file() and used_file.is_file():
+            ceiling = limit_file.read_text().strip()
+            if ceiling != "max":
+                free = min(free, max(0, int(ceiling) - int(used_file.read_text())))
     return free
 
 
