@@ -8,15 +8,20 @@ from typing import Any
 from enginecore.config import make_config
 from enginecore.core import EngineCore
 from enginecore.executor.inproc import InprocExecutor
-from enginecore.messages import AddRequest, EngineStats, tokens_to_bytes
+from enginecore.messages import AddRequest, tokens_to_bytes
 from enginecore.model_files import locate
 from enginecore.sampling.params import SamplingParams
 
 
-def start_core(model: Path | str, **options: Any) -> EngineCore:
-    """Load `model` in float32 on the CPU."""
+def start_core(model: Path | str, *, depth: int = 1, **options: Any) -> EngineCore:
+    """Load `model` in float32 on the CPU, with `depth` steps planned before the first one's tokens are known.
+
+    Devices overlap steps that way; here each runs at once, but its results come as late.
+    """
     config = make_config({"model": str(model), "dtype": "float32", "device": "cpu", **options})
-    return EngineCore(config, InprocExecutor(config, locate(config.model)))
+    executor = InprocExecutor(config, locate(config.model))
+    executor.depth = depth
+    return EngineCore(config, executor)
 
 
 @dataclass
@@ -87,8 +92,3 @@ def collect(core: EngineCore, count: int) -> list[Answer]:
                     found = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
                     getattr(answers[entry.number], name).extend(found)
     return answers
-
-
-def stats(core: EngineCore) -> EngineStats:
-    """Return the core's counters."""
-    return core.stats()

@@ -4,8 +4,9 @@ import random
 
 import numpy as np
 import pytest
+from transformers import MistralConfig
 
-from checkpoints import llama_config, save_random
+from checkpoints import llama_config, random_sizes, save_random
 from cores import Ask, collect, message, run, start_core
 from enginecore.errors import ConfigError
 from enginecore.messages import LENGTH, STOP, AddRequest, tokens_to_bytes
@@ -155,6 +156,73 @@ def test_the_better_priority_goes_first(model):
             numbers, _, finished = outputs.columns()
             order += numbers[finished > 0].tolist()
     assert order == [1, 2, 0]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"num_blocks_override": 12, "max_model_len": 128},
+        {"num_blocks_override": 12, "max_model_len": 128, "preemption_mode": "swap", "swap_space": 0.01},
+        {"num_blocks_override": 20, "scheduling_policy": "time_slice", "time_slice_tokens": 4},
+    ],
+    ids=str,
+)
+def test_overlapping_steps_change_nothing(model, truth, options, depth):
+    asks, expected = truth
+    assert_same(run(start_core(model, depth=depth, **options), asks), expected)
+
+
+def test_a_stop_is_not_run_past_where_steps_overlap(model):
+    free = run(start_core(model), [Ask([1, 2, 3], 10)])[0].tokens
+    place = free.index(free[4])
+    for depth in (1, 2, 3):
+        core = start_core(model, depth=depth)
+        stopped, other = run(core, [Ask([1, 2, 3], 10, stop_ids=[free[4]]), Ask([4, 5], 10)])
+        assert (stopped.tokens, stopped.finish) == (free[: place + 1], STOP)
+        assert other.tokens == run(start_core(model), [Ask([4, 5], 10)])[0].tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 16},
+        {"num_blocks_override": 12, "max_model_len": 128},
+        {"num_blocks_override": 12, "max_model_len": 128, "preemption_mode": "swap", "swap_space": 0.01},
+        {"num_blocks_override": 12, "max_model_len": 128, "swap_space": 0.01, "depth": 2},
+    ],
+    ids=str,
+)
+def test_a_sliding_window_changes_nothing(windowed, options):
+    model, asks, expected = windowed
+    assert_same(run(start_core(model, **options), asks), expected)
+
+
+def test_a_sliding_window_gives_blocks_back(windowed):
+    model, _, _ = windowed
+    core = start_core(model, num_blocks_override=10)
+    core.add(0, message(0, Ask(list(range(100)), 20)))
+    core.step()
+    held = []
+    while core.stats().running:
+        held.append(round(10 * core.stats().kv_cache_usage))
+        core.step()
+    # A window of 20 tokens lies in at most 3 blocks of 16; without it there would be 7 and 8.
+    assert set(held) <= {2, 3}
+    core.check()
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A model whose layers all see 20 tokens, and requests whose answers it gave alone, caching nothing."""
+    config = MistralConfig(**random_sizes(), sliding_window=20)
+    model = save_random(config, tmp_path_factory.mktemp("windowed"))
+    asks = ragged(24, list(VARIANTS.values()), seed=3, shared=40)
+    return model, asks, alone(start_core(model, enable_prefix_caching=False), asks)
 
 
 @pytest.mark.parametrize("length", [16, 32, 33, 48])

@@ -3,6 +3,7 @@
 This runs for every token, so events are joined from bytes that were made once for the request.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ class _Choice:
         """Characters of the choice's text that have logprobs."""
 
 
-class Chunks:
+class Chunks(ABC):
     """Encodes the outputs of one request, which come with DELTA, as chunks of its stream."""
 
     kind: str
@@ -109,17 +110,17 @@ class Chunks:
         counted = usage(self._prompt_tokens, self._completion_tokens, sum(self._cached_tokens))
         return b'],"usage":' + _encode(counted) + b"}\n\n"
 
+    @abstractmethod
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
         """Return the events that come before a choice's first token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _content(self, text: str) -> bytes:
         """Return the member of a choice that holds `text`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
         """Return the sample's new logprobs, `null` when none were asked for."""
-        raise NotImplementedError
 
 
 class CompletionChunks(Chunks):

@@ -132,13 +132,6 @@ class EngineCore:
                 self._scheduler.abort(handle)
                 self._stats_due = True
 
-    def drop_client(self, client: int) -> None:
-        """Abort everything that a client has running, and send it nothing more."""
-        numbers = [h & (1 << _NUMBER_BITS) - 1 for h in self._live if h >> _NUMBER_BITS == client]
-        self.abort(client, numbers)
-        self._clients.discard(client)
-        self._refused.pop(client, None)
-
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request holds."""
         self._memory.reset()
