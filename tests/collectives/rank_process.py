@@ -30,11 +30,15 @@ def main(rank: int, world: int, folder: Path, paths: list[str]) -> None:
     torch.set_num_threads(1)
     found = [named for path in paths for named in checks(path).items()]
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     half, _ = dist.new_subgroups_by_enumeration(Grid(dp=2, tp=world // 2).groups("tp"))
+    three = dist.new_group([1, 2, 3])
+    communicators = [TorchCommunicator(half), TorchCommunicator()]
+    if rank > 0:
+        communicators.insert(1, TorchCommunicator(three))
     passed: list[str] = []
     try:
-        for comm in (TorchCommunicator(half), TorchCommunicator()):
+        for comm in communicators:
             for name, check in found:
                 check(comm)
                 passed.append(f"{name}[{comm.size}]")

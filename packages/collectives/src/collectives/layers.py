@@ -86,14 +86,15 @@ class ColumnParallelLinear(ParallelLinear):
 
     `units` says of how many units, such as attention heads, each part is made (an int: all parts). Units are
     never cut, and a part with fewer units than ranks is replicated, each unit to the same number of
-    neighbouring ranks. Without `units` features are cut as evenly as they come.
+    neighbouring ranks. `cuts` says outright what each rank holds, `cuts[rank][part]`, as for heads that do
+    not come evenly: see `attention_shards`. With neither, features are cut as evenly as they come.
 
     With `gather_output` every rank returns all of y, parts in order.
 
     Forward: x [..., in_features], the same on all ranks -> [..., sum(local_parts)], or [..., sum(parts)]
     when gathered. Weight: [sum(local_parts), in_features].
 
-    Raises ValueError when units cannot be given to the ranks evenly.
+    Raises ValueError when units cannot be given to the ranks evenly, or cuts do not cover the parts in order.
     """
 
     def __init__(
@@ -105,11 +106,16 @@ class ColumnParallelLinear(ParallelLinear):
         comm: Communicator,
         gather_output: bool = False,
         units: int | Sequence[int] | None = None,
+        cuts: Sequence[Sequence[Shard]] | None = None,
         dtype: torch.dtype | None = None,
         device: Device | None = None,
     ) -> None:
         parts = (parts,) if isinstance(parts, int) else tuple(parts)
-        cuts = [_cut_parts(parts, units, comm.size, rank) for rank in range(comm.size)]
+        _check_one_way(units, cuts)
+        if cuts is None:
+            cuts = [_cut_parts(parts, units, comm.size, rank) for rank in range(comm.size)]
+        else:
+            _check_cuts(cuts, parts, comm.size, replicas=True)
         local_parts = tuple(cut.size for cut in cuts[comm.rank])
         super().__init__(comm, sum(local_parts), in_features, bias, dtype, device)
         self.in_features = in_features
@@ -152,13 +158,15 @@ class RowParallelLinear(ParallelLinear):
     """y = x Wᵀ + b, with the input features cut over the ranks and the products summed.
 
     It takes what a ColumnParallelLinear of `in_features` outputs leaves on each rank; give both the same
-    `units`. The bias is added once, on rank 0: with `reduce=False` the ranks return terms that sum to y, for
-    a caller that adds up several such layers before one all_reduce.
+    `units`, or here the `cuts` of that part, `cuts[rank]`. The bias is added once, on rank 0: with
+    `reduce=False` the ranks return terms that sum to y, for a caller that adds up several such layers before
+    one all_reduce.
 
     Forward: x [..., this rank's share of in_features] -> [..., out_features], the same on all ranks when
     reduced. Weight: [out_features, this rank's share of in_features].
 
-    Raises ValueError when `units` is not a multiple of the ranks: a replicated unit would be summed twice.
+    Raises ValueError when `units` is not a multiple of the ranks, or `cuts` overlap: what is replicated would
+    be summed twice.
     """
 
     def __init__(
@@ -170,14 +178,20 @@ class RowParallelLinear(ParallelLinear):
         comm: Communicator,
         reduce: bool = True,
         units: int | None = None,
+        cuts: Sequence[Shard] | None = None,
         dtype: torch.dtype | None = None,
         device: Device | None = None,
     ) -> None:
+        _check_one_way(units, cuts)
         if units is not None and units % comm.size:
             raise ValueError(
                 f"{units} units (heads) must be a multiple of the {comm.size} ranks they are cut for"
             )
-        cut = shard(in_features, comm.size, comm.rank, units)
+        if cuts is None:
+            cut = shard(in_features, comm.size, comm.rank, units)
+        else:
+            _check_cuts([[of_rank] for of_rank in cuts], (in_features,), comm.size, replicas=False)
+            cut = cuts[comm.rank]
         super().__init__(comm, out_features, cut.size, bias, dtype, device)
         self.in_features = in_features
         self.out_features = out_features
@@ -233,3 +247,28 @@ def _cut_parts(
     if len(each) != len(parts):
         raise ValueError(f"units {each} must have one entry for each of the parts {list(parts)}")
     return tuple(shard(length, ranks, rank, count) for length, count in zip(parts, each))
+
+
+def _check_one_way(units: object, cuts: object) -> None:
+    if units is not None and cuts is not None:
+        raise ValueError("units and cuts both say how a layer is cut; give one of them")
+
+
+def _check_cuts(cuts: Sequence[Sequence[Shard]], parts: Sequence[int], ranks: int, replicas: bool) -> None:
+    """ValueError unless each part is covered in the order of ranks, once, or by replicas on neighbours."""
+    if len(cuts) != ranks or any(len(of_rank) != len(parts) for of_rank in cuts):
+        raise ValueError(f"cuts must have {len(parts)} ranges for each of {ranks} ranks, got {cuts}")
+    for part, length in enumerate(parts):
+        ranges = [tuple(of_rank[part]) for of_rank in cuts]
+        covered = 0
+        for rank, (start, stop) in enumerate(ranges):
+            if replicas and rank > 0 and ranges[rank - 1] == (start, stop):
+                continue
+            if start != covered or stop < start:
+                break
+            covered = stop
+        else:
+            if covered == length:
+                continue
+        wanted = "in the order of ranks" + (", replicas on neighbours" if replicas else ", each once")
+        raise ValueError(f"cuts {ranges} do not cover the {length} features of part {part} {wanted}")

@@ -13,6 +13,21 @@ class Shard(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
+    def scaled(self, width: int) -> "Shard":
+        """The range of features that these units make up, each `width` features long."""
+        return Shard(self.start * width, self.stop * width)
+
+
+class AttentionShard(NamedTuple):
+    """The ranges of query heads and of key and value heads that one rank holds."""
+
+    query: Shard
+    kv: Shard
+
+    def qkv(self, head_dim: int) -> tuple[Shard, Shard, Shard]:
+        """The ranges of features in the query, key and value projections."""
+        return self.query.scaled(head_dim), self.kv.scaled(head_dim), self.kv.scaled(head_dim)
+
 
 def shard(length: int, ranks: int, rank: int, units: int | None = None) -> Shard:
     """What `rank` holds when `length` features are cut for `ranks` ranks.
@@ -39,6 +54,37 @@ def shard(length: int, ranks: int, rank: int, units: int | None = None) -> Shard
     raise ValueError(
         f"{units} units (heads) cannot be given to {ranks} ranks evenly: one must be a multiple of the other"
     )
+
+
+def attention_shards(query_heads: int, kv_heads: int, ranks: int) -> list[AttentionShard]:
+    """What each rank holds when grouped-query attention is cut for `ranks` ranks.
+
+    Query heads go where the key and value head is that their group of query_heads / kv_heads attends to, and
+    on every rank equally many attend to each head that it holds. With as many key and value heads as ranks,
+    or more, whole groups are cut as evenly as they come. With fewer, each is held by several neighbouring
+    ranks, as evenly as they come, which cut its group among themselves.
+
+    Raises ValueError when heads make no equal groups, or there are more ranks than query heads.
+    """
+    if kv_heads < 1 or query_heads < kv_heads or query_heads % kv_heads:
+        raise ValueError(
+            f"{query_heads} query heads cannot share {kv_heads} key and value heads in groups of equal size"
+        )
+    if query_heads < ranks:
+        raise ValueError(f"{query_heads} query heads cannot be cut for {ranks} ranks: a rank would have none")
+    group = query_heads // kv_heads
+    if kv_heads >= ranks:
+        cuts = [shard(kv_heads, ranks, rank) for rank in range(ranks)]
+        return [AttentionShard(cut.scaled(group), cut) for cut in cuts]
+
+    shards: list[AttentionShard] = []
+    for head in range(kv_heads):
+        holders = shard(ranks, kv_heads, head).size
+        for holder in range(holders):
+            part = shard(group, holders, holder)
+            query = Shard(head * group + part.start, head * group + part.stop)
+            shards.append(AttentionShard(query, Shard(head, head + 1)))
+    return shards
 
 
 def padded_shard(length: int, ranks: int, rank: int) -> Shard:

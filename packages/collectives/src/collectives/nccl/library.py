@@ -1,0 +1,156 @@
+"""NCCL's C library: where it is, what is used of it, and its errors.
+
+Signatures and codes are those of nccl.h, release 2.27; they have not changed since 2.20 (fp8 came in 2.24).
+"""
+
+import ctypes
+import importlib.util
+import os
+from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+UNIQUE_ID_BYTES = 128
+DTYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+    torch.float8_e4m3fn: 10,
+    torch.float8_e5m2: 11,
+}
+BYTES = DTYPES[torch.uint8]
+OPS = {"sum": 0, "max": 2, "min": 3}
+
+_VARIABLE = "OCTAVO_NCCL_LIBRARY"
+_FILE = "libnccl.so.2"
+_OLDEST = (2, 20, 0)
+
+
+class UniqueId(Structure):
+    """ncclUniqueId: what the ranks of one communicator know each other by. Passed by value."""
+
+    _fields_ = (("internal", c_char * UNIQUE_ID_BYTES),)
+
+
+_REDUCE = (c_void_p, c_void_p, c_size_t, c_int, c_int)  # from, to, count, dtype, op
+_MOVE = (c_void_p, c_void_p, c_size_t, c_int)  # from, to, count, dtype
+_ON = (c_void_p, c_void_p)  # communicator, stream
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(UniqueId),),
+    "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
+    "ncclCommDestroy": (c_void_p,),
+    "ncclCommAbort": (c_void_p,),
+    "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
+    "ncclGetErrorString": (c_int,),
+    "ncclGetLastError": (c_void_p,),
+    "ncclAllReduce": (*_REDUCE, *_ON),
+    "ncclReduceScatter": (*_REDUCE, *_ON),
+    "ncclReduce": (*_REDUCE, c_int, *_ON),  # …, root
+    "ncclAllGather": (*_MOVE, *_ON),
+    "ncclBroadcast": (*_MOVE, c_int, *_ON),  # …, root
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, *_ON),  # …, count, dtype, peer
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, *_ON),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+}
+_TEXTS = ("ncclGetErrorString", "ncclGetLastError")
+
+
+class NcclError(RuntimeError):
+    """An operation that NCCL refused or lost: `operation`, its result `code`, NCCL's `text` for it, and what
+    NCCL said last, `last_error`, which may be empty."""
+
+    def __init__(self, operation: str, code: int, text: str, last_error: str) -> None:
+        super().__init__(f"{operation}: {text} (code {code})" + (f": {last_error}" if last_error else ""))
+        self.operation = operation
+        self.code = code
+        self.text = text
+        self.last_error = last_error
+
+
+class NcclLibrary:
+    """One loaded libnccl, with its `path` and `version`.
+
+    Raises OSError when it cannot be loaded, and ImportError, with the file, the version and the symbols that
+    are missing, when it is not one that can be used.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise OSError(
+                f"cannot load NCCL from {path}: {error}. Install nvidia-nccl-cu12, "
+                f"or name the library's file in {_VARIABLE}"
+            ) from error
+        missing = [name for name in _SIGNATURES if not hasattr(self._library, name)]
+        self.version = (0, 0, 0) if "ncclGetVersion" in missing else self._read_version()
+        if missing or self.version < _OLDEST:
+            raise ImportError(
+                f"{path} has NCCL version {_dotted(self.version)}, and {_dotted(_OLDEST)} is the oldest that "
+                f"can be used; missing symbols: {', '.join(missing) or 'none'}"
+            )
+        for name, argtypes in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes = argtypes
+            function.restype = c_char_p if name in _TEXTS else c_int
+
+    def call(self, name: str, *arguments: object, comm: c_void_p | None = None) -> None:
+        """Call a function that returns ncclResult_t. NcclError, with what was said of `comm`, on failure."""
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise self.error(name, code, comm)
+
+    def error(self, operation: str, code: int, comm: c_void_p | None = None) -> NcclError:
+        """What NCCL has to say on a result code."""
+        text: bytes | None = self._library.ncclGetErrorString(code)
+        last: bytes | None = self._library.ncclGetLastError(comm)
+        return NcclError(operation, code, _decoded(text), _decoded(last))
+
+    def unique_id(self) -> bytes:
+        """A new name for a communicator: one rank makes it, all ranks join under it."""
+        unique_id = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
+
+    def _read_version(self) -> tuple[int, int, int]:
+        number = c_int()
+        self._library.ncclGetVersion(ctypes.byref(number))
+        thousands = 10000 if number.value >= 10000 else 1000  # the form changed with 2.9
+        major, rest = divmod(number.value, thousands)
+        return (major, *divmod(rest, 100))
+
+
+@cache
+def default_library() -> NcclLibrary:
+    """The library that OCTAVO_NCCL_LIBRARY names, or that nvidia-nccl-cu12 installed, or the system's."""
+    return NcclLibrary(os.environ.get(_VARIABLE) or _installed() or _FILE)
+
+
+def _installed() -> str | None:
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [Path(folder) / "lib" / _FILE for folder in folders]
+    return next((str(file) for file in files if file.exists()), None)
+
+
+def _dotted(version: tuple[int, int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _decoded(text: bytes | None) -> str:
+    return (text or b"").decode(errors="replace").strip()

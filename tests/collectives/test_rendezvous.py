@@ -1,0 +1,348 @@
+"""Ranks that meet, and ranks that do not: as threads where only the meeting matters, else as processes."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import Grid, LocalCommunicator, RendezvousError, connect, make_communicators, rendezvous
+from collectives.deadline import call_within
+from collectives.interfaces import gloo_interface, interface_of, local_address
+
+pytestmark = pytest.mark.xdist_group("rendezvous")
+
+LIMIT_S = 90
+
+
+def free_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+@contextmanager
+def started(commands):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("GLOO_SOCKET_IFNAME", None)
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for command in commands
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run_ranks(timeout, *meetings, ranks, prefix=lambda rank: []):
+    """The lines that the processes of `ranks` write, parsed."""
+    script = str(Path(__file__).with_name("grid_process.py"))
+    commands = [[*prefix(rank), sys.executable, script, str(rank), str(timeout), *meetings] for rank in ranks]
+    with started(commands) as processes:
+        ends = [process.communicate(timeout=LIMIT_S) for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes), ends
+    # Gloo has lines of its own to say.
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ends]
+
+
+def in_threads(*functions):
+    """What each function returned or raised."""
+    outcomes = [None] * len(functions)
+
+    def run(place, function):
+        try:
+            outcomes[place] = function()
+        except Exception as error:
+            outcomes[place] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return outcomes
+
+
+def test_four_processes_get_the_groups_of_a_grid_and_of_another_afterwards():
+    ports = free_ports(3)
+    meetings = [
+        f"127.0.0.1:{ports[0]}",
+        "2,1,2",
+        f"127.0.0.1:{ports[1]}",
+        "1,2,2",
+        f"127.0.0.1:{ports[2]}",
+        "1,1,4",
+    ]
+    lines = run_ranks(60, *meetings, ranks=range(4))
+    members = [
+        [{axis: line[axis]["members"] for axis in ("world", "tp", "pp", "ep")} for line in of_rank]
+        for of_rank in lines
+    ]
+    everyone = [0, 1, 2, 3]
+    assert members == [
+        [
+            {"world": everyone, "tp": tp, "pp": [rank], "ep": everyone},  # dp 2, tp 2
+            {"world": everyone, "tp": tp, "pp": pp, "ep": tp},  # pp 2, tp 2
+            {"world": everyone, "tp": everyone, "pp": [rank], "ep": everyone},  # tp 4
+        ]
+        for rank, tp, pp in [
+            (0, [0, 1], [0, 2]),
+            (1, [0, 1], [1, 3]),
+            (2, [2, 3], [0, 2]),
+            (3, [2, 3], [1, 3]),
+        ]
+    ]
+    for of_rank in lines:
+        assert [line["shared"] for line in of_rank] == [False, False, True]
+        for line in of_rank:
+            assert line["interface"] is None  # nothing is left in the environment
+            for axis in ("world", "tp", "pp", "ep"):
+                place = line[axis]
+                assert place["size"] == len(place["members"])
+
+
+def test_ranks_that_do_not_arrive_are_named():
+    [port] = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    came = in_threads(*(lambda rank=rank: connect(rank, 4, address, 1.5) for rank in (0, 2)))
+    for error in came:
+        assert isinstance(error, RendezvousError)
+    assert str(came[0]) == f"of 4 ranks these did not arrive at {address} within 1.5 s: 1, 3"
+    # Rank 0 may have given up, and gone, a moment before.
+    assert str(came[1]) in (str(came[0]), f"rank 2 lost rank 0 while it waited at {address} for all 4 ranks")
+
+
+def test_all_who_meet_share_a_store():
+    [port] = free_ports(1)
+    stores = in_threads(*(lambda rank=rank: connect(rank, 3, f"127.0.0.1:{port}", 30) for rank in range(3)))
+    stores[0].set("word", "given")
+    assert [store.get("word") for store in stores] == [b"given"] * 3
+
+
+def test_others_may_come_before_rank_0(monkeypatch):
+    [port] = free_ports(1)
+    refused, sleep = threading.Event(), time.sleep
+
+    def pause(seconds):
+        refused.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(rendezvous.time, "sleep", pause)  # what rank 1 does between its tries
+
+    def first():
+        assert refused.wait(30)
+        return connect(0, 2, f"127.0.0.1:{port}", 30)
+
+    outcomes = in_threads(first, lambda: connect(1, 2, f"127.0.0.1:{port}", 30))
+    assert not any(isinstance(outcome, Exception) for outcome in outcomes)
+
+
+def test_an_address_where_nobody_listens_is_an_error_in_time():
+    [port] = free_ports(1)
+    start = time.monotonic()
+    with pytest.raises(
+        RendezvousError,
+        match=rf"rank 1 could not reach rank 0 at 127\.0\.0\.1:{port} within 0\.3 s: .*refused",
+    ):
+        connect(1, 2, f"127.0.0.1:{port}", 0.3)
+    assert time.monotonic() - start < 10
+    with pytest.raises(RendezvousError, match=r"rank 1 could not reach rank 0 at nowhere\.invalid:1 within"):
+        connect(1, 2, "nowhere.invalid:1", 0.1)
+
+
+def test_a_listener_that_says_nothing_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(
+            RendezvousError, match=rf"rank 1 reached {address}, but it is no rendezvous of rank 0"
+        ):
+            connect(1, 2, address, 0.5)
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"rank 0 cannot listen at 127\.0\.0\.1:{port}: .*in use"):
+            connect(0, 2, f"127.0.0.1:{port}", 5)
+    with pytest.raises(RendezvousError, match=r"rank 0 cannot listen at 192\.0\.2\.1:\d+: "):
+        connect(0, 2, f"192.0.2.1:{port}", 5)  # an address of no host (RFC 5737)
+
+
+def test_rank_0_listens_on_the_given_address_only():
+    [port] = free_ports(1)
+    store = connect(0, 1, f"127.0.0.1:{port}", 30)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    del store
+
+
+def test_ranks_that_came_for_something_else_are_told():
+    [port] = free_ports(1)
+    purposes = ("Grid(tp=2)", "Grid(pp=2)")
+    errors = in_threads(
+        *(lambda rank=rank: connect(rank, 2, f"127.0.0.1:{port}", 30, purposes[rank]) for rank in range(2))
+    )
+    assert str(errors[0]).endswith("for Grid(tp=2), rank 1 for Grid(pp=2)")
+    assert str(errors[1]).endswith("for Grid(pp=2), rank 0 for Grid(tp=2)")
+
+
+def test_a_rank_that_is_lost_after_the_meeting_is_an_error_in_time():
+    [port] = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    _, error = in_threads(
+        lambda: connect(1, 2, address, 30, purpose=f"{Grid(tp=2)} over gloo") and None,
+        lambda: make_communicators(Grid(tp=2), 0, address=address, backend="gloo", timeout=2),
+    )
+    assert isinstance(error, RendezvousError)
+    assert str(error).startswith(f"rank 0 met the others at {address}, but could not make its gloo groups")
+    assert not dist.is_initialized()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_nccl_groups_are_named_by_their_ranks_and_the_world_is_made_last(monkeypatch):
+    joined = []
+
+    class Joined(LocalCommunicator):
+        def __init__(self, store, rank, size, *, device, name, timeout):
+            assert store.get("arrived/0") == b"Grid(dp=1, pp=2, tp=2) over nccl"
+            joined.append((name, rank, size, str(device), timeout))
+
+    monkeypatch.setattr(rendezvous, "NcclCommunicator", Joined)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    [port] = free_ports(1)
+    grid, address = Grid(pp=2, tp=2), f"127.0.0.1:{port}"
+    made, *_ = in_threads(
+        lambda: make_communicators(grid, 3, address=address, backend="nccl", timeout=30),
+        *(lambda rank=rank: connect(rank, 4, address, 30, f"{grid} over nccl") for rank in range(3)),
+    )
+    assert joined == [
+        ("2,3", 1, 2, "cuda:5", 30),  # tp, and ep
+        ("1,3", 1, 2, "cuda:5", 30),  # pp
+        ("0,1,2,3", 3, 4, "cuda:5", 30),
+    ]
+    assert made.ep is made.tp
+
+
+def test_a_grid_of_one_rank_meets_nobody():
+    made = make_communicators(Grid(), 0, address="not looked at", backend="nccl", timeout=0)
+    assert all(isinstance(comm, LocalCommunicator) for comm in made)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "localhost:", ":80", "localhost:0", "localhost:65536", "a:b"]
+)
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ValueError, match=r"address must be host:port or \[host\]:port"):
+        make_communicators(Grid(tp=2), 0, address=address, backend="gloo", timeout=1)
+
+
+def test_what_is_no_rank_or_backend_is_refused():
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\)"):
+        make_communicators(Grid(tp=2), 2, address="localhost:1", backend="gloo", timeout=1)
+    with pytest.raises(ValueError, match="backend must be gloo or nccl, got 'mpi'"):
+        make_communicators(Grid(tp=2), 0, address="localhost:1", backend="mpi", timeout=1)
+
+
+def test_ipv6_addresses_are_written_in_brackets():
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+        port = probe.getsockname()[1]
+    assert connect(0, 1, f"[::1]:{port}", 30).num_keys() > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux")
+def test_the_interface_is_that_of_the_route(monkeypatch):
+    assert local_address("127.0.0.1", 1) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(LookupError, match=r"no network interface of this host has 192\.0\.2\.1"):
+        interface_of("192.0.2.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with gloo_interface("127.0.0.1", 1):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with gloo_interface("127.0.0.1", 1):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@contextmanager
+def two_hosts():
+    """Two network namespaces with a cable between them: their names and addresses."""
+    names = [f"octavo-{os.getpid()}-{host}" for host in "ab"]
+    addresses = ["10.213.71.1", "10.213.71.2"]
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+        ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "cable0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable1",
+            "netns",
+            names[1],
+        )
+        for end, (name, address) in enumerate(zip(names, addresses)):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"cable{end}")
+            for link in (f"cable{end}", "lo"):
+                ip("-n", name, "link", "set", link, "up")
+        yield names, addresses
+
+
+def can_make_hosts():
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    probe = f"octavo-{os.getpid()}-probe"
+    added = subprocess.run(["ip", "netns", "add", probe], capture_output=True, timeout=20)
+    if added.returncode == 0:
+        subprocess.run(["ip", "netns", "del", probe], capture_output=True, timeout=20)
+    return added.returncode == 0
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="may not make network namespaces")
+def test_ranks_on_two_hosts_talk_over_the_interface_between_them():
+    with two_hosts() as (names, addresses):
+        lines = run_ranks(
+            60,
+            f"{addresses[0]}:29555",
+            "1,1,3",
+            ranks=range(3),
+            prefix=lambda rank: ["ip", "netns", "exec", names[0 if rank < 2 else 1]],
+        )
+    assert [of_rank[0].get("tp") for of_rank in lines] == [
+        {"members": [0, 1, 2], "rank": rank, "size": 3} for rank in range(3)
+    ], lines
+
+
+def test_a_call_that_ends_in_time_gives_its_result_or_its_error():
+    assert call_within(30, "adding", lambda: 1 + 1) == 2
+    with pytest.raises(ZeroDivisionError):
+        call_within(30, "dividing", lambda: 1 / 0)
+    ended = threading.Event()
+    with pytest.raises(TimeoutError, match=r"waiting did not end within 0\.05 s"):
+        call_within(0.05, "waiting", ended.wait)
+    ended.set()
