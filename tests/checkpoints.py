@@ -24,7 +24,7 @@ def save_random(config: PretrainedConfig, path: Path, *, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(path)
     return path
@@ -57,11 +57,74 @@ def random_sizes(**changes: Any) -> dict[str, Any]:
     return _SIZES | changes
 
 
+def gpt2_config(**changes: Any) -> PretrainedConfig:
+    """A GPT-2 of M-rand's sizes."""
+    from transformers import GPT2Config
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+        "initializer_range": 0.5,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    return GPT2Config(**(sizes | changes))
+
+
+def gemma_config(generation: int, **changes: Any) -> PretrainedConfig:
+    """A Gemma 1, 2 or 3 of M-rand's sizes, with windows of 9 tokens in every other layer from Gemma 2 on."""
+    from transformers import Gemma2Config, Gemma3TextConfig, GemmaConfig
+
+    # Embeddings are scaled by sqrt(hidden_size), and are the head too: small ones keep logits apart.
+    sizes = _SIZES | {
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "initializer_range": 0.3,
+    }
+    if generation == 1:
+        return GemmaConfig(**(sizes | changes))
+    sizes |= {
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    return (Gemma2Config if generation == 2 else Gemma3TextConfig)(**(sizes | changes))
+
+
+def mixtral_config(**changes: Any) -> PretrainedConfig:
+    """A Mixtral of M-rand's sizes: two of five experts a token."""
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**(_SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2} | changes))
+
+
+def qwen3_moe_config(**changes: Any) -> PretrainedConfig:
+    """A Qwen3 of M-rand's sizes with experts in the last two of its three layers: three of eight a token."""
+    from transformers import Qwen3MoeConfig
+
+    sizes = _SIZES | {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**(sizes | changes))
+
+
 class Oracle:
-    """transformers' answers, in float32."""
+    """transformers' answers, in float32 if `options` do not say otherwise."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+        options = {"dtype": torch.float32, **options}
+        self.model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:

@@ -4,15 +4,22 @@ import json
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen2Config, Qwen3Config
+from transformers import MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
-from checkpoints import Oracle, llama_config, random_sizes, same_tokens, save_random
-from collectives import LocalCommunicator
+from checkpoints import (
+    Oracle,
+    gemma_config,
+    gpt2_config,
+    llama_config,
+    mixtral_config,
+    qwen3_moe_config,
+    random_sizes,
+    same_tokens,
+    save_random,
+)
 from cores import Ask, run, start_core
 from enginecore.errors import ModelError
-from enginecore.model_files import locate
-from enginecore.models.loading import load_decoder
-from pagedattn import KVLayout, allocate, build_batch
+from model_steps import load, run_stages
 
 PROMPT = [(7 * i * i + 3 * i + 11) % 256 for i in range(40)]
 
@@ -29,6 +36,20 @@ LLAMA3 = rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+
+
+def longrope(original):
+    return rope(
+        rope_type="longrope",
+        short_factor=[1.0 + 0.1 * i for i in range(8)],
+        long_factor=[1.0 + 0.7 * i for i in range(8)],
+        original_max_position_embeddings=original,
+    )
+
+
+def phi3(**changes):
+    return Phi3Config(**random_sizes(pad_token_id=0) | changes)
+
 
 FAMILIES = {
     "llama": lambda: llama_config(),
@@ -49,6 +70,25 @@ FAMILIES = {
     ),
     "qwen3": lambda: Qwen3Config(**random_sizes(), head_dim=32),
     "qwen3 tied": lambda: Qwen3Config(**random_sizes(tie_word_embeddings=True), head_dim=16),
+    "llama dynamic rope": lambda: llama_config(rope_parameters=rope(rope_type="dynamic", factor=2.0)),
+    "phi3": phi3,
+    "phi3 window": lambda: phi3(sliding_window=9),
+    "phi3 partial rotary": lambda: phi3(rope_parameters=rope(rope_type="default", partial_rotary_factor=0.5)),
+    "phi3 short": lambda: phi3(rope_parameters=longrope(512), original_max_position_embeddings=512),
+    "phi3 long": lambda: phi3(rope_parameters=longrope(32), original_max_position_embeddings=32),
+    "gpt2": lambda: gpt2_config(),
+    "gpt2 untied": lambda: gpt2_config(tie_word_embeddings=False, n_inner=80, activation_function="gelu"),
+    "gemma": lambda: gemma_config(1),
+    "gemma multi-query": lambda: gemma_config(1, num_key_value_heads=1, attention_bias=True),
+    "gemma2": lambda: gemma_config(2, attn_logit_softcapping=8.0, final_logit_softcapping=5.0),
+    "gemma2 uncapped": lambda: gemma_config(2, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": lambda: gemma_config(3),
+    "mixtral": lambda: mixtral_config(),
+    "mixtral window": lambda: mixtral_config(sliding_window=9, num_experts_per_tok=1),
+    "qwen3 moe": lambda: qwen3_moe_config(),
+    "qwen3 moe sparse step": lambda: qwen3_moe_config(
+        mlp_only_layers=[], decoder_sparse_step=2, norm_topk_prob=False
+    ),
 }
 
 
@@ -56,20 +96,24 @@ FAMILIES = {
 def test_logits_and_greedy_tokens(family, tmp_path):
     path = save_random(FAMILIES[family](), tmp_path)
     oracle = Oracle(path)
-    torch.testing.assert_close(logits(path, PROMPT), oracle.logits(PROMPT), atol=1e-4, rtol=1e-4)
+    expected = oracle.logits(PROMPT)
+    spread = float(expected.std())
+    torch.testing.assert_close(logits(path, PROMPT), expected, atol=1e-4 * spread, rtol=0)
     answer = run(start_core(path), [Ask(PROMPT, 40)])[0]
     assert same_tokens(answer.tokens, *oracle.greedy(PROMPT, 40))
 
 
-def logits(path, ids):
-    files = locate(str(path))
-    device = torch.device("cpu")
-    model = load_decoder(files, LocalCommunicator(), dtype=torch.float32, device=device, max_positions=512)
-    spec = model.spec
-    cache = allocate(KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, 16, torch.float32), 4)
-    batch = build_batch([len(ids)], [len(ids)], [[2, 0, 3]], block_size=16)
-    with torch.inference_mode():
-        return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), cache, batch))
+def logits(path, ids, **options):
+    return run_stages([load(path, **options)], ids, prefill=len(ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3 moe"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(family, tmp_path):
+    path = save_random(FAMILIES[family](), tmp_path)
+    exact = Oracle(path).logits(PROMPT)
+    theirs = Oracle(path, dtype=torch.bfloat16).logits(PROMPT).float() - exact
+    ours = logits(path, PROMPT, dtype=torch.bfloat16).float() - exact
+    assert ours.square().mean() < 2 * theirs.square().mean()
 
 
 @pytest.mark.parametrize("scaling", ["type", "rope_type"])
@@ -85,12 +129,49 @@ def test_older_configs_name_rope_and_dtype_at_top_level(scaling, tmp_path):
     torch.testing.assert_close(logits(path, PROMPT), expected, atol=0, rtol=0)
 
 
+def test_older_configs_of_gemma3_name_no_kinds(tmp_path):
+    path = save_random(gemma_config(3, layer_types=["sliding_attention", "full_attention"] * 2), tmp_path)
+    expected = logits(path, PROMPT)
+    config = json.loads((path / "config.json").read_text())
+    thetas = config.pop("rope_parameters")
+    config["rope_theta"] = thetas["full_attention"]["rope_theta"]
+    config["rope_local_base_freq"] = thetas["sliding_attention"]["rope_theta"]
+    del config["layer_types"], config["tie_word_embeddings"]
+    config["sliding_window_pattern"] = 2
+    (path / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(logits(path, PROMPT), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+def test_older_configs_of_phi3_have_other_words_for_longrope(kind, tmp_path):
+    path = save_random(FAMILIES["phi3 long"](), tmp_path)
+    expected = logits(path, PROMPT)
+    config = json.loads((path / "config.json").read_text())
+    parameters = config.pop("rope_parameters")
+    factors = {name: parameters[name] for name in ("short_factor", "long_factor")}
+    config["rope_scaling"] = {"type": kind, **factors}
+    (path / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(logits(path, PROMPT), expected, atol=0, rtol=0)
+
+
+def test_longrope_goes_by_the_longest_sequence_there_can_be(tmp_path):
+    path = save_random(FAMILIES["phi3 long"](), tmp_path)
+    short = PROMPT[:30]
+    expected = Oracle(path).logits(short)
+    torch.testing.assert_close(logits(path, short, max_positions=32), expected, atol=1e-3, rtol=0)
+    assert not torch.allclose(logits(path, short, max_positions=33), expected, atol=0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
         ({"rope_parameters": {"rope_type": "extended"}}, "rope scaling 'extended' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "needs factor"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7}},
+            "long_factor has 7 entries, not one for each pair of the 16",
+        ),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 is no multiple"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),

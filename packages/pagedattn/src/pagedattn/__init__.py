@@ -4,6 +4,7 @@ from pagedattn.activation import gelu_and_mul, silu_and_mul
 from pagedattn.attention import attend, write_kv
 from pagedattn.backends import BackendUnavailable, backend_name
 from pagedattn.batch import AttentionBatch, build_batch
+from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
 from pagedattn.norm import rms_norm
 from pagedattn.rotary import rotary
@@ -17,6 +18,7 @@ __all__ = [
     "backend_name",
     "build_batch",
     "gelu_and_mul",
+    "grouped_matmul",
     "rms_norm",
     "rotary",
     "silu_and_mul",

@@ -2,11 +2,13 @@
 
 import torch
 
-from collectives import Communicator
+from collectives import Communicator, ExpertPlacement
 from enginecore.errors import ModelError
 from enginecore.model_files import ModelFiles
 from enginecore.models.decoder import Decoder
 from enginecore.models.families import decoder_spec
+from enginecore.models.naming import canonical
+from enginecore.models.parallel import ModelParallel
 from enginecore.weights import checkpoint
 from enginecore.weights.packing import can_pack, pack_linear_layers
 
@@ -15,19 +17,34 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
 def load_decoder(
-    files: ModelFiles, comm: Communicator, *, dtype: torch.dtype, device: torch.device, max_positions: int
+    files: ModelFiles,
+    comm: Communicator,
+    *,
+    ep: Communicator | None = None,
+    placement: ExpertPlacement | None = None,
+    layers: range | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
 ) -> Decoder:
     """Return the model of `files` on `device`, every parameter loaded and none left over.
 
+    `comm` is the tensor-parallel group; `ep` and `placement` spread experts as ModelParallel says; `layers`
+    is what this pipeline stage has, all of them if None. Only what this rank holds is kept.
+
     Raises:
-        ModelError: the architecture is not supported, or a tensor is missing, unknown or of a wrong shape.
+        ModelError: the architecture is not supported or cannot be cut for the ranks, or a tensor is missing,
+            unknown or of a wrong shape.
     """
     spec = decoder_spec(files.config)
+    parallel = ModelParallel(comm, ep, placement)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Decoder(spec, comm, max_positions=max_positions)
+            model = Decoder(spec, parallel, max_positions=max_positions, layers=layers)
+    except ValueError as error:
+        raise ModelError(f"{files.path}: {error}") from error
     finally:
         torch.set_default_dtype(default)
     _fill(model, files)
@@ -36,20 +53,24 @@ def load_decoder(
     return model.eval()
 
 
+@torch.no_grad()
 def _fill(model: Decoder, files: ModelFiles) -> None:
     loaders = model.loaders()
-    loaded = set()
+    loaded: set[str] = set()
     for name, tensor in checkpoint.tensors(files):
-        if name in loaders:
-            try:
-                loaders[name](tensor)
-            except ValueError as error:
-                raise ModelError(f"{files.path}: tensor {name}: {error}") from error
-            loaded.add(name)
-        elif not (
-            name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.spec.tie_embeddings)
-        ):
-            raise ModelError(f"{files.path}: tensor {name} has no place in this architecture")
+        if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.spec.tie_embeddings):
+            continue
+        try:
+            for place, part in canonical(model.spec, name, tensor):
+                if place in loaders:
+                    loaders[place](part)
+                    loaded.add(place)
+                elif not model.is_elsewhere(place):
+                    raise ModelError(f"{files.path}: tensor {name} has no place in this architecture")
+        except ModelError:
+            raise
+        except ValueError as error:
+            raise ModelError(f"{files.path}: tensor {name}: {error}") from error
     missing = [name for name in loaders if name not in loaded]
     if missing:
         raise ModelError(f"{files.path}: {len(missing)} tensors are in no file, first {missing[0]}")

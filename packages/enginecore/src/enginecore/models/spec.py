@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from enginecore.errors import ModelError
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -19,8 +21,23 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """A mixture of experts in the place of a feed-forward network (Shazeer et al., Sparsely-Gated MoE)."""
+
+    count: int
+    top_k: int
+    """Experts that each token goes to."""
+    intermediate_size: int
+    """Inner features of one expert."""
+    normalise: bool
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    layers: frozenset[int]
+    """The layers that have experts."""
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer with rotary positions, RMS norms and a gated MLP."""
+    """A decoder-only transformer."""
 
     vocab_size: int
     hidden_size: int
@@ -30,7 +47,8 @@ class DecoderSpec:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: RopeSpec
+    ropes: tuple[RopeSpec | None, ...]
+    """Rotary embedding of each layer; None for layers that rotate nothing."""
     max_position: int
     """Positions the checkpoint was made for: the default of max_model_len."""
     windows: tuple[int | None, ...]
@@ -39,9 +57,30 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    """RMS norm with a weight, or layer norm with weight and bias."""
+    norm_offset: float = 0.0
+    """Added to the weights of RMS norms (Gemma stores them less 1)."""
+    output_norms: bool = False
+    """Whether attention and feed-forward outputs are normalised before they are added (Gemma 2 and 3)."""
     qk_norm: bool = False
-    """Whether each query and key head is RMS-normalised before rotation (Qwen3)."""
-    activation: Literal["silu"] = "silu"
+    """Whether each query and key head is RMS-normalised before rotation (Qwen3, Gemma 3)."""
+    attention_scale: float | None = None
+    """Factor on attention scores; None for head_dim ** -0.5."""
+    attention_cap: float | None = None
+    """Soft cap c of attention scores, c · tanh(score / c) (Gemma 2)."""
+    logit_cap: float | None = None
+    """Soft cap of the logits (Gemma 2)."""
+    activation: Activation = "silu"
+    gated: bool = True
+    """Whether the feed-forward network multiplies by a second projection (Shazeer, GLU variants)."""
+    scale_embeddings: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    learned_positions: bool = False
+    """Whether a learned vector per position is added to the embeddings (GPT-2)."""
+    experts: ExpertSpec | None = None
+    names: Literal["llama", "gpt2"] = "llama"
+    """Whose names the checkpoint's tensors bear."""
 
 
 def rope_spec(config: dict[str, Any], head_dim: int) -> RopeSpec:
@@ -57,22 +96,37 @@ def rope_spec(config: dict[str, Any], head_dim: int) -> RopeSpec:
     parameters.pop("type", None)
     theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if kind == "su" or (kind == "yarn" and "short_factor" in parameters):
+        kind = "longrope"  # what Phi-3's first files call it
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
-    if kind in ("yarn", "llama3"):
+    if kind in ("yarn", "llama3", "longrope"):
         original = parameters.get("original_max_position_embeddings")
+        original = original or config.get("original_max_position_embeddings")
         parameters["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+    if kind == "longrope" and parameters.get("factor") is None:
+        stretch = config["max_position_embeddings"] / parameters["original_max_position_embeddings"]
+        parameters["factor"] = stretch
     missing = [name for name in ROPE_KINDS[kind] if parameters.get(name) is None]
     if missing:
         raise ModelError(f"rope scaling {kind!r} needs {missing[0]}, which config.json does not give")
-    return RopeSpec(int(head_dim * partial), theta, kind, parameters)
+    dim = int(head_dim * partial)
+    for name in ("short_factor", "long_factor", "factors"):
+        if name in ROPE_KINDS[kind] and len(parameters[name]) != dim // 2:
+            raise ModelError(
+                f"rope scaling {kind!r}: {name} has {len(parameters[name])} entries, "
+                f"not one for each pair of the {dim} rotated channels"
+            )
+    return RopeSpec(dim, theta, kind, parameters)
 
 
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
     "factors": ("factors",),
 }
 """Kinds of frequency scaling, each with the settings it cannot do without."""

@@ -36,9 +36,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linear_layers(model: nn.Module) -> None:
-    """Pack the weight of every linear layer in place; the plain one is kept only where others use it too."""
+    """Pack the weight of every linear layer in place; the plain one is kept only where others use it too.
+
+    Layers of which this rank holds nothing stay as they are, and so do experts, whose rows are multiplied in
+    groups.
+    """
     for layer in model.modules():
-        if isinstance(layer, ParallelLinear):
+        if isinstance(layer, ParallelLinear) and layer.weight.numel():
             layer.matmul = PackedLinear(layer.weight)
             if not (isinstance(layer, ParallelLMHead) and layer.tied):
                 layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
