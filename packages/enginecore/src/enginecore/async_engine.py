@@ -11,7 +11,7 @@ from enginecore.client import CoreClient, CoreProcess
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.frontend import Frontend
-from enginecore.messages import AbortRequests, EngineStats, Outputs, Ready, ResetPrefixCache
+from enginecore.messages import AbortRequests, EngineStats, Failed, Outputs, Ready, ResetPrefixCache
 from enginecore.metrics import Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
@@ -222,6 +222,8 @@ class AsyncEngine:
             message = await client.receive()
             if isinstance(message, Outputs):
                 self._deliver(message, client, frontend)
+            elif isinstance(message, Failed):
+                self._on_end(message.message)
 
     def _deliver(self, outputs: Outputs, client: CoreClient, frontend: Frontend) -> None:
         if outputs.stats is not None:

@@ -64,11 +64,7 @@ class CoreProcess:
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call `on_end`, from another thread, with a description when the process has ended."""
-        threading.Thread(
-            target=lambda: on_end(f"the engine process ended, {self._ending()}"),
-            daemon=True,
-            name="core-watch",
-        ).start()
+        threading.Thread(target=lambda: on_end(self._wait_end()), daemon=True, name="core-watch").start()
 
     def stop(self) -> None:
         """End the process, by force if it loads a model or does not go by itself, and remove its socket."""
@@ -82,6 +78,15 @@ class CoreProcess:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_end(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        ending = f"the engine process ended, {self._ending()}"
+        if not line:
+            return ending
+        last = _START.decode(line)
+        return last.message if isinstance(last, Failed) else ending
 
     def _ending(self) -> str:
         code = self._process.wait()

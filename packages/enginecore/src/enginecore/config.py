@@ -55,6 +55,17 @@ class EngineConfig:
 
     swap_space: float = option(0.0, "GiB of host memory for swapped and evicted KV cache blocks")
 
+    tensor_parallel_size: int = option(1, "ranks that share every layer, each with a device of its own")
+    pipeline_parallel_size: int = option(1, "stages of layers; only 1 is supported by this version")
+    enable_expert_parallel: bool = option(False, "whole experts on each rank rather than slices of all")
+    distributed_executor_backend: Literal["inproc", "mp", "ray"] | None = option(
+        None, "where workers run; default: inproc with one rank, mp (processes of this host) with several"
+    )
+    distributed_timeout_seconds: float = option(300.0, "longest wait of one rank for another")
+    async_scheduling: bool | None = option(
+        None, "plan a step while another runs; default: on devices, not on a CPU"
+    )
+
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"
@@ -75,6 +86,38 @@ class EngineConfig:
             raise ConfigError("model is empty: give a folder, a .gguf file, a hub id, or demo")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        self._check_parallel()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, each of them a worker, that one engine core drives."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def _check_parallel(self) -> None:
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} is not supported by this version, "
+                "only 1; tensor_parallel_size spreads a model"
+            )
+        if not 0 < self.distributed_timeout_seconds < float("inf"):
+            raise ConfigError(
+                "distributed_timeout_seconds must be finite and more than 0, "
+                f"got {self.distributed_timeout_seconds}"
+            )
+        if self.distributed_executor_backend == "ray":
+            raise ConfigError("distributed_executor_backend=ray is not supported by this version: use mp")
+        if self.world_size == 1:
+            return
+        if self.distributed_executor_backend == "inproc":
+            raise ConfigError(
+                f"distributed_executor_backend=inproc runs 1 rank, and {self.world_size} are asked for: "
+                "use mp"
+            )
+        if self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"device={self.device} is one device, and {self.world_size} ranks need one each: "
+                "use device=cuda"
+            )
 
 
 _AT_LEAST = {
@@ -86,6 +129,8 @@ _AT_LEAST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 0,
     "num_blocks_override": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "max_logprobs": -1,
 }
 

@@ -1,6 +1,7 @@
 """The loop's body: requests in, steps planned and run, tokens out. Knows no sockets and no text."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -169,6 +170,15 @@ class EngineCore:
             generation_tokens=self._counters.generation_tokens,
             step_tokens=self._counters.step_tokens,
         )
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """File descriptors of which one becomes readable when a worker ends; see `check_workers`."""
+        return self._executor.descriptors
+
+    def check_workers(self) -> None:
+        """Raise if the workers cannot go on; for a time in which there is nothing to step."""
+        self._executor.check()
 
     def shutdown(self) -> None:
         """Give up the executor's devices."""

@@ -2,25 +2,23 @@
 
 Started as `python -m enginecore.core_process` with its settings on standard input; the front-end keeps that
 pipe open, and when it closes, because the front-end ended in whatever way, so does this process. It reports
-`Ready` or `Failed` as one line of JSON on standard output.
+`Ready` or `Failed` as one line of JSON on standard output, and `Failed` on another if later it cannot go on.
 """
 
+from __future__ import annotations
+
 import logging
-import os
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import msgspec
 import zmq
 
 from enginecore.config import EngineConfig
-from enginecore.core import EngineCore
-from enginecore.errors import OctavoError
-from enginecore.executor.inproc import InprocExecutor
+from enginecore.errors import EngineDeadError, OctavoError
 from enginecore.messages import (
     AbortRequests,
     AddRequest,
@@ -31,8 +29,15 @@ from enginecore.messages import (
     ResetPrefixCache,
 )
 from enginecore.model_files import locate
+from enginecore.parent import end_with_parent, private_stdout
+
+if TYPE_CHECKING:
+    from enginecore.core import EngineCore
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_TO_SEND = 1
+"""What front-ends have not taken by then of the last messages is dropped."""
 
 
 class CoreSettings(msgspec.Struct):
@@ -54,19 +59,35 @@ class CoreServer:
         self._client_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
 
-    def run(self) -> None:
-        """Serve for ever."""
+    def run(self) -> NoReturn:
+        """Serve until the core fails.
+
+        Raises:
+            EngineDeadError: a worker has ended.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for descriptor in self._core.descriptors:
+            poller.register(descriptor, zmq.POLLIN)
         while True:
-            self._read(wait=not self._core.has_work)
+            if not self._core.has_work:
+                poller.poll()
+                self._core.check_workers()
+            self._read()
             if self._core.has_work:
                 for client, outputs in self._core.step().items():
                     self._send(self._identity_of[client], outputs)
 
-    def _read(self, *, wait: bool) -> None:
-        while self._socket.poll(None if wait else 0):
+    def fail(self, failed: Failed) -> None:
+        """Tell every front-end, and close the socket."""
+        for identity in self._client_of:
+            self._send(identity, failed)
+        self._socket.close(linger=1000 * _SECONDS_TO_SEND)
+
+    def _read(self) -> None:
+        while self._socket.poll(0):
             identity, body = self._socket.recv_multipart()
             self._handle(identity, self._decoder.decode(body))
-            wait = False
 
     def _handle(self, identity: bytes, message: FrontendMessage) -> None:
         client = self._client_of.setdefault(identity, len(self._client_of))
@@ -88,18 +109,20 @@ class CoreServer:
 def main() -> int:
     """Run until the front-end goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    status = _private_stdout()
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreSettings)
-    threading.Thread(target=_end_with_parent, args=(settings.address,), daemon=True).start()
+    status = private_stdout()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    settings = msgspec.json.decode(line, type=CoreSettings)
+    # A parent that was killed leaves its folder behind.
+    folder = Path(settings.address.removeprefix("ipc://")).parent
+    end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(settings.address)
     try:
-        core = EngineCore(
-            settings.config,
-            InprocExecutor(settings.config, locate(settings.config.model, settings.config.revision)),
-        )
+        core = _start(settings.config)
     except (OctavoError, MemoryError) as error:
         _report(status, Failed(f"{error}" or type(error).__name__))
         return 2
@@ -108,29 +131,27 @@ def main() -> int:
         _report(status, Failed(f"the engine could not start: {type(error).__name__}: {error}"))
         return 1
     _report(status, core.ready)
-    CoreServer(core, socket).run()
-    return 0
+    server = CoreServer(core, socket)
+    try:
+        server.run()
+    except EngineDeadError as error:
+        failed = Failed(f"the engine has ended: {error}")
+        server.fail(failed)
+        _report(status, failed)
+        return 3
 
 
-def _private_stdout() -> BinaryIO:
-    """Keep standard output for the status line, and let everything else that prints go to standard error."""
-    status = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return status
+def _start(config: EngineConfig) -> EngineCore:
+    # Only now what takes seconds to import: the front-end may end meanwhile.
+    from enginecore.core import EngineCore
+    from enginecore.executor.choice import make_executor
+
+    return EngineCore(config, make_executor(config, locate(config.model, config.revision)))
 
 
 def _report(status: BinaryIO, message: CoreMessage) -> None:
     status.write(msgspec.json.encode(message) + b"\n")
     status.flush()
-
-
-def _end_with_parent(address: str) -> None:
-    # Reading returns only when every writer of the pipe is gone.
-    while sys.stdin.buffer.read(4096):
-        pass
-    # A parent that was killed leaves its folder behind.
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":

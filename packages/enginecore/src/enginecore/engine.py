@@ -2,7 +2,7 @@
 
 from enginecore.config import EngineConfig
 from enginecore.core import EngineCore
-from enginecore.executor.inproc import InprocExecutor
+from enginecore.executor.choice import make_executor
 from enginecore.frontend import Frontend
 from enginecore.messages import EngineStats
 from enginecore.model_files import locate
@@ -23,7 +23,7 @@ class LLMEngine:
         files = locate(config.model, config.revision)
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
-        self.core = EngineCore(config, InprocExecutor(config, files))
+        self.core = EngineCore(config, make_executor(config, files))
         self.frontend.limits = self.core.ready
 
     def add_request(

@@ -27,3 +27,14 @@ class RequestAbortedError(OctavoError):
 
 class EngineDeadError(OctavoError, RuntimeError):
     """The engine has ended; no request can be run any more."""
+
+
+class WorkerDied(EngineDeadError):
+    """A worker has ended, and the engine with it; the message names rank, process and how it ended."""
+
+    def __init__(self, message: str, *, rank: int, pid: int, details: str = "") -> None:
+        """`details` is the worker's traceback, or the last lines that it wrote to its standard error."""
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.details = details

@@ -2,17 +2,21 @@
 
 import ctypes
 import platform
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from collectives import LocalCommunicator
+from collectives import Communicator, Communicators, ExpertPlacement, LocalCommunicator
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.model_files import ModelFiles
 from enginecore.models.decoder import Decoder
 from enginecore.models.families import decoder_spec
 from enginecore.models.loading import load_decoder, storage_dtype
+from enginecore.models.spec import DecoderSpec
 from enginecore.runner.memory import CacheSize, cache_size, cpu_bytes, cuda_bytes
 from enginecore.runner.runner import PendingOutput, Runner
 from enginecore.runner.step import StepInput
@@ -23,49 +27,101 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 """The most that glibc accepts (malloc.h, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 
+ALONE = Communicators(*[LocalCommunicator()] * 4)
+"""The communicators of the only rank."""
+
+
 class Worker:
-    """A model on one device, ready to run steps.
+    """One rank's part of a model on its device, ready to run steps.
 
     Raises:
-        ModelError: the checkpoint cannot be loaded.
+        ModelError: the checkpoint cannot be loaded, or not be cut for the ranks.
         ConfigError: the device is not there, or the cache does not fit.
     """
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        self.device = pick_device(config.device)
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        comms: Communicators = ALONE,
+        *,
+        device: torch.device | None = None,
+        local_size: int = 1,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Load the model; all ranks of `comms` do so together, and agree on the size of their caches.
+
+        `local_size` ranks share this host's memory. `device` is the one that `config` names if None.
+        `progress` is told what is done, in a few words.
+        """
+        self.device = device or pick_device(config.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         spec = decoder_spec(files.config)
         self.dtype = pick_dtype(config.dtype, files, self.device)
         limit = config.max_model_len or spec.max_position
         self.vocab_size = spec.vocab_size
+        self.is_output = comms.tp.rank == 0 and comms.pp.rank == comms.pp.size - 1
+        """Whether this rank, of all, has the results of steps."""
         self._model = load_decoder(
             files,
-            LocalCommunicator(),
+            comms.tp,
+            **_expert_parallel(config, spec, comms),
             dtype=self.dtype,
             device=self.device,
             max_positions=min(limit, spec.max_position),
         )
-        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
-        self.size: CacheSize = cache_size(config, layout, spec.max_position, self._available(config, layout))
+        progress("weights loaded")
+        layout = KVLayout(
+            len(self._model.layers), self._model.kv_heads, spec.head_dim, config.block_size, self.dtype
+        )
+        comms.world.barrier()  # so that what others still load does not count as free
+        available = self._available(config, layout, local_size)
+        own = cache_size(config, layout, spec.max_position, available)
+        self.size = agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
         self.window = _common_window(spec.windows)
         host_blocks = self.size.host_blocks
         self._runner = Runner(
             self._model,
             allocate(layout, self.size.num_blocks, self.device),
             allocate(layout, host_blocks, "cpu") if host_blocks else None,
+            comms.tp,
             max_rows=config.max_num_seqs,
             max_len=self.size.max_model_len + 1,
         )
+        progress(f"KV cache of {self.size.num_blocks} blocks allocated")
 
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; see `Runner.run`."""
         return self._runner.run(step)
 
-    def _available(self, config: EngineConfig, layout: KVLayout) -> int:
+    def _available(self, config: EngineConfig, layout: KVLayout, local_size: int) -> int:
         if self.device.type == "cpu":
-            return cpu_bytes(config)
+            return cpu_bytes(config, local_size)
         return cuda_bytes(config, self.device, _peak_bytes(self._model, config, layout, self.device))
+
+
+def agreed_size(
+    own: CacheSize,
+    config: EngineConfig,
+    layout: KVLayout,
+    model_limit: int,
+    world: Communicator,
+    device: torch.device,
+) -> CacheSize:
+    """Return the size that every rank's memory has room for: block ids mean the same on all of them."""
+    fewest = torch.tensor([own.num_blocks, own.host_blocks], dtype=torch.int64, device=device)
+    num_blocks, host_blocks = world.all_reduce(fewest, "min").tolist()
+    size = cache_size(config, layout, model_limit, num_blocks * layout.bytes_per_block)
+    return replace(size, host_blocks=host_blocks)
+
+
+def _expert_parallel(config: EngineConfig, spec: DecoderSpec, comms: Communicators) -> dict[str, Any]:
+    if not config.enable_expert_parallel:
+        return {}
+    if spec.experts is None:
+        raise ConfigError("enable_expert_parallel: the model has no experts")
+    return {"ep": comms.ep, "placement": ExpertPlacement.even(spec.experts.count, comms.ep.size)}
 
 
 def _common_window(windows: tuple[int | None, ...]) -> int | None:
@@ -85,19 +141,19 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device that `name` (auto, cpu, cuda, cuda:N) stands for.
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """Return the device that `name` (auto, cpu, cuda, cuda:N) stands for, for one of the ranks of a host.
 
     Raises:
         ConfigError: there is no such device.
     """
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={name}: this machine has {count} CUDA devices")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    index = torch.device(name).index if name.startswith("cuda:") else local_rank
+    device = torch.device("cuda", index)
+    if device.index >= count:
+        raise ConfigError(f"device={name}, rank {local_rank} of this host: it has {count} CUDA devices")
     return device
 
 

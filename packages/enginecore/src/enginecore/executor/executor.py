@@ -1,12 +1,17 @@
 """What the core needs of whatever runs its steps."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from enginecore.config import EngineConfig
 from enginecore.runner.step import StepInput, StepOutput
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are submitted."""
+    """Runs steps in the order in which they are submitted.
+
+    An executor of several processes raises WorkerDied from every call once one of them has ended.
+    """
 
     num_blocks: int
     host_blocks: int
@@ -17,6 +22,15 @@ class Executor(Protocol):
     vocab_size: int
     depth: int
     """Steps worth having under way at once: 1 when `submit` does the work itself."""
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """File descriptors of which one becomes readable when `check` may have something to say."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the workers cannot go on, without waiting; for a core that has no step under way."""
+        ...
 
     def submit(self, step: StepInput) -> None:
         """Start a step."""
@@ -29,3 +43,9 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Give up devices and processes."""
         ...
+
+
+def depth(config: EngineConfig, *, on_cpu: bool) -> int:
+    """Return how many steps to have under way; on devices planning one hides behind the other by default."""
+    overlap = not on_cpu if config.async_scheduling is None else config.async_scheduling
+    return 2 if overlap else 1

@@ -3,6 +3,7 @@
 from collections import deque
 
 from enginecore.config import EngineConfig
+from enginecore.executor.executor import depth
 from enginecore.model_files import ModelFiles
 from enginecore.runner.runner import PendingOutput
 from enginecore.runner.step import StepInput, StepOutput
@@ -12,6 +13,8 @@ from enginecore.worker import Worker
 class InprocExecutor:
     """Runs steps on one device; on a GPU the next step is prepared while one runs."""
 
+    descriptors = ()
+
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._worker = Worker(config, files)
         self._pending: deque[PendingOutput] = deque()
@@ -20,7 +23,10 @@ class InprocExecutor:
         self.window = self._worker.window
         self.max_model_len = self._worker.size.max_model_len
         self.vocab_size = self._worker.vocab_size
-        self.depth = 1 if self._worker.device.type == "cpu" else 2
+        self.depth = depth(config, on_cpu=self._worker.device.type == "cpu")
+
+    def check(self) -> None:
+        """There is no other process that could end."""
 
     def submit(self, step: StepInput) -> None:
         """Run a step, or on a GPU start it."""

@@ -70,26 +70,30 @@ def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, availab
     return CacheSize(blocks, asked or min(model_limit, capacity), host_blocks)
 
 
-def cpu_bytes(config: EngineConfig) -> int:
-    """Return how many bytes the cache may take of the machine's memory.
+def cpu_bytes(config: EngineConfig, ranks: int = 1) -> int:
+    """Return how many bytes the cache may take of the machine's memory, which `ranks` workers share.
 
     Raises:
         ConfigError: more was asked for than is free.
     """
     swap = int(config.swap_space * 2**30)
-    free = _free_memory() - swap
+    free = _free_memory() // ranks - swap
+    each = "" if ranks == 1 else f" for each of {ranks} ranks"
     if free < 0:
-        raise ConfigError(f"swap_space={config.swap_space} is more than what is free, {_size(free + swap)}")
+        raise ConfigError(
+            f"swap_space={config.swap_space} is more than what is free{each}, {_size(free + swap)}"
+        )
     asked = config.kv_cache_memory_bytes
     if asked is not None:
         if asked > free:
             raise ConfigError(
-                f"kv_cache_memory_bytes={asked} ({_size(asked)}) is more than what is free, {_size(free)}"
+                f"kv_cache_memory_bytes={asked} ({_size(asked)}) is more than what is free{each}, "
+                f"{_size(free)}"
             )
         return asked
     if config.num_blocks_override is not None:
         return free
-    return min(_CPU_DEFAULT, int(free * _CPU_SHARE))
+    return min(_CPU_DEFAULT // ranks, int(free * _CPU_SHARE))
 
 
 def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collectives import Communicator
 from enginecore.models.decoder import Decoder
 from enginecore.runner.inputs import ModelInputs, build_inputs
 from enginecore.runner.rows import Rows
@@ -37,13 +38,24 @@ class PendingOutput:
 
 
 class Runner:
-    """One model on one device with its KV cache and the rows of its running requests."""
+    """One rank's model on its device, with its KV cache and the rows of the running requests.
+
+    Every rank of `tp` runs the same steps. The first alone samples and reports; the others get its tokens.
+    """
 
     def __init__(
-        self, model: Decoder, cache: Tensor, host_cache: Tensor | None, *, max_rows: int, max_len: int
+        self,
+        model: Decoder,
+        cache: Tensor,
+        host_cache: Tensor | None,
+        tp: Communicator,
+        *,
+        max_rows: int,
+        max_len: int,
     ) -> None:
         """`cache` and `host_cache` are of one shape but for their blocks, dimension 1."""
         self._model = model
+        self._tp = tp
         self._cache = cache
         self._host_cache = host_cache
         self._block_size = cache.shape[-2]
@@ -93,9 +105,13 @@ class Runner:
         logits = self._model.logits(hidden[last])
         rows = step.rows[picked]
         lengths = step.starts[picked] + step.counts[picked]
-        sampled = sample(logits, rows, lengths, self._rows)
-        self._rows.append(rows, lengths, sampled.tokens)
-        return PendingOutput(step.step, sampled.tokens, sampled.logprobs, prompt_logprobs)
+        if self._tp.rank == 0:
+            tokens, logprobs = sample(logits, rows, lengths, self._rows)
+        else:
+            tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=logits.device), {}
+        tokens = self._tp.broadcast(tokens)
+        self._rows.append(rows, lengths, tokens)
+        return PendingOutput(step.step, tokens, logprobs, prompt_logprobs)
 
     def _prompt_logprobs(
         self, step: StepInput, inputs: ModelInputs, hidden: Tensor
@@ -111,12 +127,15 @@ class Runner:
                 continue
             place = int(np.flatnonzero(inputs.order == index)[0])
             offset = int(inputs.query_starts[place]) - start
-            logprobs = self._model.logits(hidden[offset + first : offset + end]).float().log_softmax(-1)
+            logits = self._model.logits(hidden[offset + first : offset + end])
+            state.prompt_logprobs_from[row] = end
+            if self._tp.rank != 0:
+                continue
+            logprobs = logits.float().log_softmax(-1)
             actual = state.tokens[row, first + 1 : end + 1].long()
             parts = token_logprobs(logprobs, actual, int(state.prompt_logprobs[row]))
             ids, values, ranks = (part.cpu().numpy() for part in parts)
             found.append(PositionLogprobs(row, ids.astype(np.int32), values, ranks.astype(np.int32)))
-            state.prompt_logprobs_from[row] = end
         return found
 
 

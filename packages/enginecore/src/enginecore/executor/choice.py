@@ -1,0 +1,29 @@
+"""Which executor a configuration asks for."""
+
+import sys
+
+from enginecore.config import EngineConfig
+from enginecore.errors import ConfigError
+from enginecore.executor.executor import Executor
+from enginecore.model_files import ModelFiles
+
+
+def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
+    """Start the workers and return once they are ready.
+
+    Raises:
+        ConfigError: a device is not there, the cache does not fit, or the system is not Linux.
+        ModelError: the checkpoint cannot be loaded.
+        WorkerDied: a worker process ended while it started.
+    """
+    backend = config.distributed_executor_backend or ("inproc" if config.world_size == 1 else "mp")
+    if backend == "inproc":
+        from enginecore.executor.inproc import InprocExecutor
+
+        return InprocExecutor(config, files)
+    if sys.platform != "linux":
+        raise ConfigError(f"worker processes need Linux, this is {sys.platform}: use one rank, inproc")
+    from enginecore.executor.distributed import DistributedExecutor
+    from enginecore.executor.processes import start_processes
+
+    return DistributedExecutor(config, files, start_processes)

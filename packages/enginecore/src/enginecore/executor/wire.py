@@ -1,0 +1,120 @@
+"""How steps and results cross to worker processes: msgpack, arrays as raw bytes, nothing pickled.
+
+Every type is known to the reader from the declarations in `runner.step` and here; no message can make it
+build anything else.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from enginecore.config import EngineConfig
+from enginecore.runner.step import StepInput, StepOutput
+
+LENGTH = struct.Struct("<I")
+"""Before each message in a stream of bytes: how many bytes it has."""
+
+_DTYPES = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "?": np.dtype("?")}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class WorkerSettings(msgspec.Struct):
+    """What a worker is started with."""
+
+    config: EngineConfig
+    """`model` is a path on the worker's host."""
+    rank: int
+    tp: int
+    pp: int
+    local_rank: int
+    """Place among the ranks of its host: which device is its own."""
+    local_size: int
+    """Ranks on its host, which share its memory and cores."""
+    rendezvous: str
+    """host:port, where rank 0 listens for the others."""
+    steps: str
+    """Address of the ring that brings the steps."""
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True):
+    """Worker to core: a part of starting is done."""
+
+    text: str
+
+
+class Loaded(msgspec.Struct, tag="loaded", array_like=True):
+    """Worker to core: ready for steps, with these limits, which are the same on every rank."""
+
+    num_blocks: int
+    host_blocks: int
+    window: int | None
+    max_model_len: int
+    vocab_size: int
+    on_cpu: bool
+
+
+class Failure(msgspec.Struct, tag="failure", array_like=True):
+    """Worker to core: it ends with an exception."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    traceback: str
+    at: int
+    """Nanoseconds of the host's monotonic clock, which its processes share."""
+
+
+class StepDone(msgspec.Struct, tag="step", array_like=True):
+    """Worker to core: a step's results."""
+
+    output: StepOutput
+
+
+WorkerMessage = Progress | Loaded | Failure | StepDone
+
+
+def _encode_array(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} does not cross to other processes")
+    code = _CODES.get(value.dtype)
+    if code is None:
+        raise TypeError(f"arrays of int32, float32 and bool cross to other processes, not {value.dtype}")
+    return code, value.shape, value.tobytes()
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"{kind.__name__} does not cross from other processes")
+    code, shape, data = value
+    return np.frombuffer(data, _DTYPES[code]).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_steps = msgspec.msgpack.Decoder(StepInput, dec_hook=_decode_array)
+_messages = msgspec.msgpack.Decoder(WorkerMessage, dec_hook=_decode_array)
+
+
+def encode_step(step: StepInput) -> bytes:
+    """Return a step as bytes.
+
+    Raises:
+        TypeError: an array is neither int32, float32 nor bool.
+    """
+    return _encoder.encode(step)
+
+
+def decode_step(data: bytes) -> StepInput:
+    """Return the step that `data` holds; its arrays are read-only."""
+    return _steps.decode(data)
+
+
+def encode_message(message: WorkerMessage) -> bytes:
+    """Return what a worker says as bytes; TypeError as for `encode_step`."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes | bytearray | memoryview) -> WorkerMessage:
+    """Return what a worker said; arrays are read-only."""
+    return _messages.decode(data)

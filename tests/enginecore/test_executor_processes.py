@@ -1,0 +1,194 @@
+"""Worker processes: tensor parallelism gives the tokens of one process, and what a worker refuses is told."""
+
+import random
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen2Config
+
+import byte_tokenizer
+from checkpoints import llama_config, mixtral_config, random_sizes, save_random
+from collectives import LocalCommunicator
+from cores import Ask, run, start_core
+from enginecore import LLM, SamplingParams
+from enginecore.config import make_config
+from enginecore.core import EngineCore
+from enginecore.errors import ConfigError, EngineDeadError, ModelError
+from enginecore.executor.choice import make_executor
+from enginecore.model_files import locate
+from enginecore.runner.memory import cache_size
+from enginecore.worker import agreed_size
+from pagedattn import KVLayout
+
+CONFIGS = {"llama": llama_config(), "qwen2 (biases)": Qwen2Config(**random_sizes(initializer_range=0.4))}
+VARIANTS = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_p": 0.9, "top_k": 40, "logprobs": 2},
+    {"repetition_penalty": 1.2, "prompt_logprobs": 1},
+    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {65: 3.0}},
+)
+
+
+class Smaller:
+    """An executor of which a core uses only some of the blocks: cheaper than to start another."""
+
+    def __init__(self, executor, *, num_blocks, max_model_len, depth):
+        self._executor = executor
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.depth = depth
+
+    def __getattr__(self, name):
+        return getattr(self._executor, name)
+
+
+def asks():
+    """Ragged requests with a prefix in common, each of the variants in turn."""
+    rng = random.Random(0)
+    prefix = [rng.randrange(256) for _ in range(20)]
+    return [
+        Ask(
+            prefix + [rng.randrange(256) for _ in range(rng.randint(1, 40))],
+            rng.randint(12, 20),
+            SamplingParams(**{"temperature": 0, **VARIANTS[number % len(VARIANTS)]}),
+            seed=number,
+        )
+        for number in range(6)
+    ]
+
+
+def assert_same(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine.tokens, mine.finish) == (theirs.tokens, theirs.finish)
+        for name in ("logprobs", "prompt_logprobs"):
+            ours, others = getattr(mine, name), getattr(theirs, name)
+            assert [(ids, rank) for ids, _, rank in ours] == [(ids, rank) for ids, _, rank in others]
+            for (_, values, _), (_, other_values, _) in zip(ours, others, strict=True):
+                assert values == pytest.approx(other_values, abs=1e-3)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request, tmp_path_factory):
+    path = save_random(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
+    byte_tokenizer.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def truth(model):
+    return run(start_core(model, enable_prefix_caching=False), asks())
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def executor(request, model):
+    config = options(model, tensor_parallel_size=request.param)
+    executor = make_executor(config, locate(config.model))
+    processes = [psutil.Process(pid) for pid in executor.pids]
+    assert len(processes) == request.param
+    yield executor
+    executor.shutdown()
+    assert not any(process.is_running() for process in processes)
+
+
+def options(model, **more):
+    base = {"model": str(model), "dtype": "float32", "device": "cpu", "num_blocks_override": 128}
+    return make_config({**base, **more})
+
+
+def test_tokens_of_one_process(model, truth, executor):
+    config = options(model)
+    core = EngineCore(config, executor)
+    assert_same(run(core, asks()), truth)
+    again = run(core, asks())
+    assert_same(again, truth)
+    assert sum(answer.cached for answer in again) >= 16 * 5  # all but those that asked for prompt logprobs
+
+
+def test_tokens_of_one_process_in_chunks_and_preempted(model, truth, executor):
+    """With two steps under way at once."""
+    config = replace(options(model), max_num_batched_tokens=16, max_num_seqs=8)
+    core = EngineCore(config, Smaller(executor, num_blocks=5, max_model_len=80, depth=2))
+    assert_same(run(core, asks()), truth)
+    assert core.stats().preemptions > 0
+
+
+def test_a_user_has_two_ranks(tmp_path):
+    path = save_random(llama_config(), tmp_path / "model")
+    byte_tokenizer.save(path)
+    plain = {"dtype": "float32", "device": "cpu"}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = ["abc", "x", "hello there"]
+    expected = [output.outputs[0].text for output in LLM(str(path), **plain).generate(prompts, params)]
+    others = psutil.Process().children()
+    llm = LLM(str(path), tensor_parallel_size=2, **plain)
+    workers = [child for child in psutil.Process().children() if child not in others]
+    assert len(workers) == 2
+    assert [output.outputs[0].text for output in llm.generate(prompts, params)] == expected
+    llm.shutdown()
+    assert not any(worker.is_running() for worker in workers)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate(prompts, params)
+
+
+def test_whole_experts_on_each_rank(tmp_path):
+    path = save_random(mixtral_config(), tmp_path / "model")
+    config = options(path, tensor_parallel_size=2, enable_expert_parallel=True)
+    executor = make_executor(config, locate(config.model))
+    assert_same(run(EngineCore(config, executor), asks()), run(start_core(path), asks()))
+    executor.shutdown()
+
+
+def test_what_a_rank_refuses(tmp_path):
+    path = save_random(llama_config(), tmp_path / "model")
+    byte_tokenizer.save(path)
+    with pytest.raises(ConfigError, match=r"rank [01]: .*the longest that fits is 33"):
+        LLM(str(path), tensor_parallel_size=2, device="cpu", num_blocks_override=2, max_model_len=100)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"rank 0: .*no .safetensors weights"):
+        LLM(str(path), distributed_executor_backend="mp", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"distributed_executor_backend": "ray"}, "ray is not supported by this version: use mp"),
+        ({"distributed_executor_backend": "inproc", "tensor_parallel_size": 2}, "inproc runs 1 rank, and 2"),
+        ({"device": "cuda:1", "tensor_parallel_size": 2}, "device=cuda:1 is one device, and 2 ranks"),
+        ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds must be finite"),
+        ({"distributed_timeout_seconds": "inf"}, "distributed_timeout_seconds must be finite"),
+    ],
+)
+def test_options_that_contradict(given, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(given)
+
+
+class Poorer(LocalCommunicator):
+    """The world of a rank among others of which one has room for 40 blocks, and another for 3 of the host."""
+
+    def all_reduce(self, x, op="sum"):
+        assert op == "min"
+        return x.minimum(torch.tensor([40, 3]))
+
+
+def test_the_rank_with_least_room_decides():
+    layout = KVLayout(2, 2, 16, 16, torch.float32)
+    config = make_config({"device": "cpu"})
+    own = cache_size(config, layout, 1000, 100 * layout.bytes_per_block)
+    agreed = agreed_size(own, config, layout, 1000, Poorer(), torch.device("cpu"))
+    assert (own.num_blocks, own.max_model_len) == (100, 1000)
+    assert (agreed.num_blocks, agreed.max_model_len, agreed.host_blocks) == (40, 40 * 16 + 1, 0)
+
+
+def test_more_ranks_than_devices(tmp_path):
+    path = save_random(llama_config(), tmp_path / "model")
+    config = options(path, device="cuda", tensor_parallel_size=1000)
+    with pytest.raises(ConfigError, match=r"1000 ranks need a CUDA device each, and this machine has \d+"):
+        make_executor(config, locate(config.model))
+    with pytest.raises(ConfigError, match="enable_expert_parallel: the model has no experts"):
+        make_executor(options(path, enable_expert_parallel=True), locate(str(path)))

@@ -1,0 +1,85 @@
+"""Whichever process of an engine is killed, whenever: all of them go, and callers are told which it was."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_life import OPTIONS, RANKS, reach, workers_of
+
+import byte_tokenizer
+from checkpoints import llama_config, save_random
+from enginecore import AsyncEngine
+from enginecore.config import make_config
+from enginecore.errors import OctavoError
+
+SECONDS_TO_GO = 3
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    path = save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
+    byte_tokenizer.save(path)
+    return {"model": str(path), **OPTIONS}
+
+
+async def killed(options, phase, victim):
+    """Kill a process of an engine, see that all of them go, and return what its caller is told."""
+    engine = AsyncEngine(make_config(options))
+    try:
+        core = psutil.Process(engine.core_pid)
+        waiting = asyncio.ensure_future(await reach(engine, phase))
+        workers = await workers_of(core.pid)
+        target = core if victim == "core" else workers[victim]
+        target.kill()
+        begin = time.monotonic()
+        with pytest.raises(OctavoError) as caught:
+            await asyncio.wait_for(waiting, SECONDS_TO_GO)
+        left = SECONDS_TO_GO - (time.monotonic() - begin)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, [core, *workers], left)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        return str(caught.value), target.pid
+    finally:
+        await engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        *[("load", 1), ("prefill", 0), ("idle", 1)],
+        *[slow("load", 0), slow("prefill", 1), slow("decode", 0), slow("decode", 1)],
+    ],
+)
+def test_a_killed_worker(options, phase, victim):
+    message, pid = asyncio.run(killed(options, phase, victim))
+    assert f"rank {victim} of {RANKS} (process {pid}) was killed by signal 9 (Killed)" in message
+
+
+@pytest.mark.parametrize("phase", ["decode", slow("load"), slow("prefill")])
+def test_a_killed_core(options, phase):
+    message, _ = asyncio.run(killed(options, phase, "core"))
+    assert "killed by signal 9" in message
+
+
+@pytest.mark.parametrize("phase", ["prefill", slow("load"), slow("decode")])
+def test_a_killed_parent(options, phase):
+    program = Path(__file__).with_name("engine_life.py")
+    command = [sys.executable, program, phase, json.dumps(options)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        processes = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(processes) == 1 + RANKS
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    _, alive = psutil.wait_procs(processes, SECONDS_TO_GO)
+    assert alive == []

@@ -1,0 +1,18 @@
+"""Steps as the core would give them to a worker."""
+
+import numpy as np
+
+from enginecore.runner.step import StepInput
+
+
+def ids(*values: int) -> np.ndarray:
+    """Return an int32 array."""
+    return np.array(values, np.int32)
+
+
+def decode_only(rows: int) -> StepInput:
+    """Return a step in which each of `rows` rows decodes a token, and every 16th gets a block."""
+    every = np.arange(rows, dtype=np.int32)
+    few = every[::16]
+    ones = np.ones(rows, np.int32)
+    return StepInput(7, every, every + 500, ones, ones > 0, ids(), [], few, few, few)
