@@ -115,7 +115,7 @@ def main():
         reports[name] = describe(newest(split.attend_piece_kernel if pieces > 1 else kernels.attend_kernel))
     reports["merge"] = describe(newest(split.merge_pieces_kernel))
     key = torch.zeros(4, 3, 80, dtype=HALF)
-    triton_backend.write_kv(key, key, torch.zeros(2, 2, 3, 16, 80, dtype=HALF), torch.arange(4))
+    triton_backend.write_kv(key, key, torch.zeros(2, 2, 3, 16, 80, dtype=HALF), torch.arange(4), None)
     reports["write_kv"] = describe(newest(kernels.write_kv_kernel))
     json.dump(reports, sys.stdout)
 

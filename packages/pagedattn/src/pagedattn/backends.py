@@ -28,13 +28,19 @@ class ScoreOptions(NamedTuple):
     soft_cap: float | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    kv_scales: torch.Tensor | None = None
 
 
 class Backend(Protocol):
     """What a back-end module provides. Arguments were validated by `pagedattn.attention`."""
 
     def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        kv_scales: torch.Tensor | None,
     ) -> None: ...
 
     def attend(

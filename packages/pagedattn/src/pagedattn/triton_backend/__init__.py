@@ -25,7 +25,13 @@ MIN_PIECE = 256
 MAX_SPLITS = 64
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+) -> None:
     """See `pagedattn.write_kv`."""
     key, value = _dense_heads(key), _dense_heads(value)
     kv_heads, block_size, head_dim = cache.shape[2:]
