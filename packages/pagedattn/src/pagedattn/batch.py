@@ -91,7 +91,7 @@ def find_shared_prefix(
     int `[n]`, int `[n]` and int `[n, max_blocks]` on the host, as in `AttentionBatch`. A multiple of
     `block_size`; 0 when fewer than two sequences have queries.
     """
-    asking = np.flatnonzero(query_lengths > 0)
+    asking = np.flatnonzero((query_lengths > 0) & (lengths > 0))
     if len(asking) < 2:
         return 0
     most = int((lengths[asking] - query_lengths[asking]).min()) // block_size
