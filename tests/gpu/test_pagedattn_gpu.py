@@ -7,14 +7,20 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pagedattn"))
+import triton
+import triton.language as tl
 from pagedattn_reference import make_case, reference  # ty: ignore[import-not-found]
 
-from pagedattn import attend, backend_name, rms_norm, rotary, triton_backend, write_kv
+from pagedattn import attend, backend_name, rms_norm, rotary, write_kv
 from pagedattn.backends import ScoreOptions
+from pagedattn.triton_backend.attention import attend_by_plan, describe_device
+from pagedattn.triton_backend.fp8 import round_to_fp8, widen_fp8
+from pagedattn.triton_backend.plan import make_plan, share_prefix
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+FP8 = torch.float8_e4m3fn
 # float32 runs as three TF32 products; the others round weights and results to their type.
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MIXED = [(1, 1), (1, 700), (1, 16), (1, 17), (133, 133), (20, 361), (1, 1), (1, 50), (5, 5)]
@@ -43,8 +49,30 @@ def assert_close(result, expected):
 
 
 def check(case, backend="triton", **options):
-    result = attend(case.query, case.cache, case.batch, scale=0.2, backend=backend, **on_device(options))
+    scales = {"kv_scales": case.kv_scales}
+    result = attend(
+        case.query, case.cache, case.batch, scale=0.2, backend=backend, **scales, **on_device(options)
+    )
     assert_close(result, reference(case, scale=0.2, **options))
+
+
+def check_plan(case, plan, options):
+    arguments = dict.fromkeys(ScoreOptions._fields) | {"scale": 0.2, "kv_scales": case.kv_scales}
+    result = torch.full_like(case.query, torch.nan)
+    attend_by_plan(
+        case.query, case.cache, case.batch, ScoreOptions(**arguments | on_device(options)), result, plan
+    )
+    assert_close(result, reference(case, scale=0.2, **options))
+
+
+def plan_of(case, window=None):
+    device = describe_device(case.query.device)
+    return make_plan(case.query, case.cache, case.batch, window, device)
+
+
+def prefix_plan_of(case):
+    device = describe_device(case.query.device)
+    return share_prefix(plan_of(case), case.query, case.cache, case.batch, device)
 
 
 def test_triton_is_the_default():
@@ -72,19 +100,93 @@ def test_block_sizes_and_groups(block_size, q_heads, kv_heads):
     check(make_case(sequences, block_size=block_size, q_heads=q_heads, kv_heads=kv_heads, device=DEVICE))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_float8_caches(dtype, options):
+    window = options.get("window", 0)
+    check(make_case(MIXED, dtype=dtype, fp8=True, forget_before=window, device=DEVICE), **options)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+def test_float8_head_sizes(head_dim):
+    case = make_case(
+        [(1, 40), (1, 300), (90, 130)], head_dim=head_dim, dtype=torch.bfloat16, fp8=True, device=DEVICE
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_verification_of_drafts(options):
+    window = options.get("window", 0)
+    sequences = [(5, 900), (1, 64), (8, 8), (2, 70)]
+    check(make_case(sequences, forget_before=window, dtype=torch.float16, device=DEVICE), **options)
+
+
 @pytest.mark.parametrize("splits", [2, 7, 64])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_split_decode(splits, options):
+@pytest.mark.parametrize("sequences", [[(1, 1), (1, 900), (1, 64)], [(1, 900), (1, 64), (30, 70)]], ids=str)
+def test_split_contexts(splits, options, sequences):
     window = options.get("window", 0)
-    case = make_case([(1, 1), (1, 900), (1, 64)], forget_before=window, dtype=torch.float16, device=DEVICE)
-    arguments = dict.fromkeys(ScoreOptions._fields) | {"scale": 0.2} | on_device(options)
-    result = torch.full_like(case.query, torch.nan)
-    triton_backend.attend_split(case.query, case.cache, case.batch, ScoreOptions(**arguments), result, splits)
-    assert_close(result, reference(case, scale=0.2, **options))
+    case = make_case(sequences, forget_before=window, dtype=torch.float16, device=DEVICE)
+    check_plan(case, plan_of(case, options.get("window"))._replace(splits=splits, min_piece=16), options)
+
+
+@pytest.mark.parametrize("pieces", [(1, 1), (5, 1), (3, 4)])
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "soft cap", "alibi", "sinks")])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_cascade(pieces, options, fp8):
+    sequences = [(1, 513 + 37 * n) for n in range(9)] + [(30, 600)]
+    case = make_case(sequences, shared_prefix=512, dtype=torch.float16, fp8=fp8, device=DEVICE)
+    plan = prefix_plan_of(case)._replace(prefix_splits=pieces[0], splits=pieces[1], min_piece=16)
+    check_plan(case, plan, options)
+
+
+def test_a_long_shared_prefix_is_read_once_by_default():
+    case = make_case(
+        [(1, 1025 + n) for n in range(64)], shared_prefix=1024, dtype=torch.bfloat16, device=DEVICE
+    )
+    assert plan_of(case).prefix is not None
+    check(case)
 
 
 def test_long_decodes_are_split_by_default():
-    check(make_case([(1, 2500), (1, 1700)], kv_heads=1, dtype=torch.bfloat16, device=DEVICE))
+    for sequences in ([(1, 2500), (1, 1700)], [(1, 2500), (40, 90)]):
+        case = make_case(sequences, kv_heads=1, dtype=torch.bfloat16, device=DEVICE)
+        assert plan_of(case).splits > 1
+        check(case)
+
+
+@triton.jit
+def convert_kernel(codes, integer, hardware, rounded, SIZE: tl.constexpr, HARDWARE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    code = tl.load(codes + index)
+    tl.store(integer + index, widen_fp8(code, False))
+    tl.store(hardware + index, widen_fp8(code, HARDWARE))
+    tl.store(rounded + index, round_to_fp8(tl.load(integer + index).to(tl.float32)))
+
+
+def test_all_float8_codes():
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8)
+    integer, hardware = torch.zeros(2, 256, device=DEVICE, dtype=torch.float16)
+    rounded = torch.zeros_like(codes)
+    supported = torch.cuda.get_device_capability() >= (8, 9)
+    convert_kernel[(1,)](codes, integer, hardware, rounded, SIZE=256, HARDWARE=supported)
+    expected = codes.view(FP8).half()
+    torch.testing.assert_close(integer, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(hardware, expected, rtol=0, atol=0, equal_nan=True)
+    number = ~expected.isnan()
+    assert torch.equal(rounded[number], codes[number])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_float8_writes_equal_those_of_the_torch_back_end(dtype):
+    fused = torch.randn(50, 5, 80, device=DEVICE).mul(20).to(dtype)
+    slots = torch.randperm(16 * 9, device=DEVICE)[:50]
+    scales = torch.rand(2, 2, device=DEVICE) + 0.01
+    caches = torch.zeros(2, 9, 2, 2, 16, 80, device=DEVICE).to(FP8)
+    for cache, backend in zip(caches, ("triton", "torch")):
+        write_kv(fused[:, :2], fused[:, 3:], cache, slots, kv_scales=scales, backend=backend)
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -98,10 +200,17 @@ def test_writes_equal_those_of_the_torch_back_end(dtype):
     assert torch.equal(caches[0], caches[1])
 
 
-@pytest.mark.parametrize("sequences", [MIXED, [(1, 700), (1, 900)]], ids=["mixed", "decodes"])
-def test_a_captured_graph_serves_other_contents_of_the_same_tensors(sequences):
-    first = make_case(sequences, seed=1, device=DEVICE)
-    other = make_case(sequences, seed=2, device=DEVICE)
+CAPTURED = {
+    "mixed": (MIXED, {}),
+    "decodes": ([(1, 700), (1, 900)], {}),
+    "cascade": ([(1, 1025 + n) for n in range(64)], {"shared_prefix": 1024, "dtype": torch.float16}),
+}
+
+
+@pytest.mark.parametrize(("sequences", "changes"), CAPTURED.values(), ids=CAPTURED.keys())
+def test_a_captured_graph_serves_other_contents_of_the_same_tensors(sequences, changes):
+    first = make_case(sequences, seed=1, device=DEVICE, **changes)
+    other = make_case(sequences, seed=2, device=DEVICE, **changes)
     attend(first.query, first.cache, first.batch, scale=0.2)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

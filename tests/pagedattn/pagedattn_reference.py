@@ -18,6 +18,7 @@ class Case:
     keys: list[np.ndarray]  # per sequence [length, kv_heads, head_dim], as rounded to the cache's dtype
     values: list[np.ndarray]
     query_lengths: list[int]
+    kv_scales: torch.Tensor | None = None  # of a float8 cache
 
 
 def make_case(
@@ -30,42 +31,58 @@ def make_case(
     dtype=torch.float32,
     seed=0,
     forget_before=0,
+    fp8=False,
+    shared_prefix=0,
     device="cpu",
 ):
     """`sequences` are (query length, length) pairs; blocks wholly before the last `forget_before`
-    positions that the first query sees are taken out of the table, as a sliding window does."""
+    positions that the first query sees are taken out of the table, as a sliding window does. The first
+    `shared_prefix` positions, whole blocks, are the same blocks for all. With `fp8` the cache is
+    float8_e4m3fn with a scale a head, and `dtype` the query's."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
+    kv_scales = torch.rand(2, kv_heads, generator=generator) + 0.01 if fp8 else None
+
+    def random_keys_and_values(length):  # [length, 2, kv_heads, head_dim], as they can be stored
+        pairs = random(length, 2, kv_heads, head_dim)
+        return (pairs.float() / kv_scales[..., None]).to(torch.float8_e4m3fn).float() if fp8 else pairs
+
     counts = [-(-length // block_size) for _, length in sequences]
     order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-    cache = torch.full((len(order), 2, kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+    cache = torch.full((len(order), 2, kv_heads, block_size, head_dim), torch.nan)
+    prefix, order = order[: shared_prefix // block_size], order[shared_prefix // block_size :]
+    prefix_pairs = random_keys_and_values(shared_prefix)
     table, keys, values = [], [], []
     for (queries, length), count in zip(sequences, counts):
-        blocks, order = order[:count], order[count:]
-        key, value = random(length, kv_heads, head_dim), random(length, kv_heads, head_dim)
+        own = count - len(prefix)
+        blocks, order = prefix + order[:own], order[own:]
+        pairs = torch.cat((prefix_pairs, random_keys_and_values(length - shared_prefix)))
         for position in range(length):
             block, offset = blocks[position // block_size], position % block_size
-            cache[block, 0, :, offset] = key[position]
-            cache[block, 1, :, offset] = value[position]
+            cache[block, :, :, offset] = pairs[position].float()
         if forget_before:
             first_seen = max(0, length - queries + 1 - forget_before)
             blocks[: first_seen // block_size] = [-1] * (first_seen // block_size)
         table.append(blocks)
-        keys.append(key.double().numpy())
-        values.append(value.double().numpy())
+        if fp8:
+            pairs = pairs * kv_scales[..., None]
+        keys.append(pairs[:, 0].double().numpy())
+        values.append(pairs[:, 1].double().numpy())
     query_lengths = [queries for queries, _ in sequences]
     batch = build_batch(
         query_lengths, [length for _, length in sequences], table, block_size=block_size, device=device
     )
     query = random(sum(query_lengths), q_heads, head_dim)
-    return Case(query.to(device), cache.to(device), batch, keys, values, query_lengths)
+    cache = cache.to(torch.float8_e4m3fn if fp8 else dtype).to(device)
+    scales = None if kv_scales is None else kv_scales.to(device)
+    return Case(query.to(device), cache, batch, keys, values, query_lengths, scales)
 
 
-def reference(case, *, scale, window=None, soft_cap=None, alibi_slopes=None, sinks=None):
-    """float64 `[tokens, q_heads, head_dim]`, one query and head at a time."""
+def reference(case, *, scale, window=None, soft_cap=None, alibi_slopes=None, sinks=None, kv_scales=None):
+    """float64 `[tokens, q_heads, head_dim]`, one query and head at a time; the case's keys are scaled."""
     query = case.query.cpu().double().numpy()
     out = np.zeros(query.shape)
     token = 0

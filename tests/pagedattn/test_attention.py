@@ -38,6 +38,19 @@ def test_mixed_batch(dtype, options):
     check(make_case(MIXED, dtype=dtype, forget_before=options.get("window", 0)), **options)
 
 
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_float8_caches(dtype, options):
+    case = make_case(MIXED, dtype=dtype, fp8=True, forget_before=options.get("window", 0))
+    check(case, kv_scales=case.kv_scales, **options)
+
+
+def test_sequences_over_one_prefix():
+    case = make_case([(1, 41), (1, 90), (33, 73), (20, 61), (5, 37)], shared_prefix=32)
+    assert case.batch.shared_prefix == 32
+    check(case)
+
+
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 112, 128, 256])
 def test_head_sizes(head_dim):
     check(make_case([(1, 40), (9, 30)], head_dim=head_dim))
@@ -171,7 +184,7 @@ CACHE = torch.zeros(4, 2, 2, 4, 8)
         ({"query": torch.zeros(1, 4, 8, dtype=HALF)}, "query is torch.float16, the cache torch.float32"),
         ({"cache": CACHE[:, 0]}, "one layer's contiguous"),
         ({"cache": CACHE.transpose(3, 4)}, "one layer's contiguous"),
-        ({"cache": CACHE.double()}, "float32, float16 or bfloat16, not torch.float64"),
+        ({"cache": CACHE.double()}, "bfloat16 or float8_e4m3fn, not torch.float64"),
         ({"cache": torch.zeros(4, 2, 2, 2, 8)}, "max_length 3 does not fit 1 block_table columns of 2"),
         ({"cache": CACHE.to("meta")}, "query is on cpu, the cache on meta"),
         ({"window": 0}, "window must be at least 1 or None, not 0"),
@@ -203,3 +216,30 @@ def test_arguments_of_write_kv_that_do_not_fit_are_refused(arguments, message):
     fitting = {"key": torch.zeros(1, 2, 8), "value": torch.zeros(1, 2, 8), "cache": CACHE}
     with pytest.raises(ValueError, match=message):
         write_kv(**fitting | {"slots": torch.tensor([2])} | arguments)
+
+
+def test_float8_writes_are_scaled_rounded_and_cut():
+    cache = torch.zeros(2, 2, 2, 4, 3).to(torch.float8_e4m3fn)
+    key = torch.tensor([[[1.0, 17.0, 5000.0], [3.0, -0.3, 0.0]]], dtype=BFLOAT)
+    scales = torch.tensor([[1.0, 2.0], [4.0, 0.5]])
+    write_kv(key, key, cache, torch.tensor([6]), kv_scales=scales, backend="torch")
+    stored = cache.float()
+    # e4m3 has three bits after the leading one: 17 lies between 16 and 18, 4.25 between 4 and 4.5.
+    assert stored[1, 0, :, 2].tolist() == [[1.0, 16.0, 448.0], [1.5, -0.15625, 0.0]]
+    assert stored[1, 1, :, 2].tolist() == [[0.25, 4.0, 448.0], [6.0, -0.625, 0.0]]
+    assert stored.count_nonzero() == 10
+
+
+def test_scales_belong_to_float8_caches():
+    batch = build_batch([1], [1], [[0]], block_size=4)
+    scales = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="belong to a float8_e4m3fn cache"):
+        attend(torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 4, 8), batch, scale=1.0, kv_scales=scales)
+    with pytest.raises(ValueError, match=r"float32 \[2, 2\]"):
+        write_kv(
+            torch.zeros(1, 2, 8),
+            torch.zeros(1, 2, 8),
+            torch.zeros(1, 2, 2, 4, 8).to(torch.float8_e4m3fn),
+            torch.tensor([0]),
+            kv_scales=torch.ones(2),
+        )

@@ -17,8 +17,9 @@ def no_environment(monkeypatch):
 
 
 def test_the_device_decides():
-    assert backend_name(CPU) == "torch"
+    assert backend_name(CPU) == "cpu"
     assert backend_name(CUDA) == "triton"
+    assert backend_name(torch.device("meta")) == "torch"
 
 
 def test_without_triton_cuda_falls_back_to_torch(monkeypatch):
@@ -36,7 +37,7 @@ def test_the_environment_overrides_the_device_and_the_argument_both(monkeypatch)
 
 def test_an_empty_variable_counts_as_unset(monkeypatch):
     monkeypatch.setenv("OCTAVO_ATTENTION_BACKEND", "")
-    assert backend_name(CPU) == "torch"
+    assert backend_name(CUDA) == "triton"
 
 
 def test_unknown_names_are_refused_with_their_source(monkeypatch):

@@ -21,6 +21,19 @@ def test_only_leading_single_queries_are_decodes():
     assert build_batch([2, 1], [2, 5], [[0], [1, 2]], block_size=4).num_decodes == 0
 
 
+def test_a_prefix_is_shared_as_far_as_whole_blocks_before_every_query_are_the_same():
+    tables = [[7, 2, 5, 1], [7, 2, 6], [7, 2, 5]]
+    assert build_batch([1, 1, 3], [14, 9, 12], tables, block_size=4).shared_prefix == 8
+    # The last sequence's queries begin at position 7, in its second block.
+    assert build_batch([1, 1, 5], [14, 9, 12], tables, block_size=4).shared_prefix == 4
+    assert build_batch([1, 1], [14, 9], [[7, 2, 5, 1], [3, 2, 6]], block_size=4).shared_prefix == 0
+
+
+def test_sequences_without_queries_do_not_count_for_the_shared_prefix():
+    assert build_batch([1, 0, 1], [9, 4, 9], [[7, 2, 5], [1], [7, 2, 6]], block_size=4).shared_prefix == 8
+    assert build_batch([1, 0], [9, 9], [[7, 2, 5], [7, 2, 5]], block_size=4).shared_prefix == 0
+
+
 def test_a_batch_may_be_empty():
     batch = build_batch([], [], [], block_size=4)
     assert (batch.num_seqs, batch.num_tokens, batch.max_query, batch.num_decodes) == (0, 0, 0, 0)

@@ -3,11 +3,13 @@
 from pagedattn.activation import gelu_and_mul, silu_and_mul
 from pagedattn.attention import attend, write_kv
 from pagedattn.backends import BackendUnavailable, backend_name
-from pagedattn.batch import AttentionBatch, build_batch
+from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
+from pagedattn.copies import copy_blocks
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
 from pagedattn.norm import rms_norm
 from pagedattn.rotary import rotary
+from pagedattn.sampling import top_k_top_p_sample
 
 __all__ = [
     "AttentionBatch",
@@ -17,10 +19,13 @@ __all__ = [
     "attend",
     "backend_name",
     "build_batch",
+    "copy_blocks",
+    "find_shared_prefix",
     "gelu_and_mul",
     "grouped_matmul",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "top_k_top_p_sample",
     "write_kv",
 ]

@@ -5,26 +5,33 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
+
+from pagedattn.backends import backend_of
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, where `x [..., 2 n]` is gate and up side by side; `[..., n]`."""
-    gate, up = _halves(x)
-    return F.silu(gate).mul_(up)
+def silu_and_mul(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """silu(gate) · up, where `x [..., 2 n]` is gate and up side by side; `[..., n]` of x's dtype.
 
-
-def gelu_and_mul(x: torch.Tensor, approximate: Literal["tanh", "none"] = "tanh") -> torch.Tensor:
-    """gelu(gate) · up, where `x [..., 2 n]` is gate and up side by side; `[..., n]`.
-
-    `approximate` is torch's: "tanh" (Gemma's gelu_pytorch_tanh) or "none", the exact erf form.
+    Raises ValueError for an odd width.
     """
-    gate, up = _halves(x)
-    return F.gelu(gate, approximate=approximate).mul_(up)
+    _check_even(x)
+    return backend_of(x.device, backend).silu_and_mul(x)
 
 
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_and_mul(
+    x: torch.Tensor, approximate: Literal["tanh", "none"] = "tanh", *, backend: str | None = None
+) -> torch.Tensor:
+    """gelu(gate) · up, where `x [..., 2 n]` is gate and up side by side; `[..., n]` of x's dtype.
+
+    `approximate` is torch's: "tanh" (Gemma's gelu_pytorch_tanh) or "none", the exact erf form. Raises
+    ValueError for another one and for an odd width.
+    """
+    _check_even(x)
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"approximate must be 'tanh' or 'none', not {approximate!r}")
+    return backend_of(x.device, backend).gelu_and_mul(x, approximate)
+
+
+def _check_even(x: torch.Tensor) -> None:
     if x.shape[-1] % 2:
         raise ValueError(f"gate and up side by side make an even width, not {x.shape[-1]}")
-    gate, up = x.chunk(2, dim=-1)
-    return gate, up

@@ -6,7 +6,7 @@ import torch
 
 from pagedattn.backends import ScoreOptions, backend_name, load_backend
 from pagedattn.batch import AttentionBatch
-from pagedattn.layout import CACHE_DTYPES
+from pagedattn.layout import CACHE_DTYPE_NAMES, CACHE_DTYPES, FP8
 
 
 def write_kv(
@@ -15,14 +15,18 @@ def write_kv(
     cache: torch.Tensor,
     slots: torch.Tensor,
     *,
+    kv_scales: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Store new tokens' keys and values in one layer's cache, in place.
 
     `key` and `value` are `[tokens, kv_heads, head_dim]` of the cache's dtype, `cache` is
     `[num_blocks, 2, kv_heads, block_size, head_dim]`, `slots` int64 `[tokens]` (block · block_size +
-    offset; -1 stores nothing). No slot may occur twice. Raises ValueError when shapes, dtypes or
-    devices do not fit together.
+    offset; -1 stores nothing). No slot may occur twice.
+
+    A float8_e4m3fn cache takes float32, float16 or bfloat16 and stores x / scale, rounded, and cut to
+    ±448; `kv_scales` float32 `[2, kv_heads]` holds the keys' and the values' scale of each head, and None
+    means 1. Raises ValueError when shapes, dtypes or devices do not fit together.
     """
     _check_cache(cache)
     expected = (slots.shape[0], cache.shape[2], cache.shape[4])
@@ -31,13 +35,14 @@ def write_kv(
             f"key and value must be [tokens, kv_heads, head_dim] = {expected}, "
             f"not {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if key.dtype != cache.dtype or value.dtype != cache.dtype:
+    if key.dtype != value.dtype or not _dtypes_fit(key.dtype, cache.dtype):
         raise ValueError(f"key is {key.dtype}, value {value.dtype}, the cache {cache.dtype}")
+    _check_scales(kv_scales, cache)
     if slots.dtype != torch.int64:
         raise ValueError(f"slots must be torch.int64, not {slots.dtype}")
     _check_device(cache.device, key=key, value=value, slots=slots)
     if expected[0]:
-        load_backend(backend_name(cache.device, backend)).write_kv(key, value, cache, slots)
+        load_backend(backend_name(cache.device, backend)).write_kv(key, value, cache, slots, kv_scales)
 
 
 def attend(
@@ -50,14 +55,16 @@ def attend(
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' cached keys and values.
 
     `query` is `[tokens, q_heads, head_dim]` and `cache` `[num_blocks, 2, kv_heads, block_size,
-    head_dim]`, of one dtype; `q_heads` is a multiple of `kv_heads`, and query head h reads KV head
-    `h // (q_heads // kv_heads)`. The new tokens' own keys and values must have been written.
+    head_dim]`, of one dtype, but that a float8_e4m3fn cache goes with any query; `q_heads` is a
+    multiple of `kv_heads`, and query head h reads KV head `h // (q_heads // kv_heads)`. The new tokens'
+    own keys and values must have been written.
     Returns `[tokens, q_heads, head_dim]`, in `out` when given.
 
     The score of query position p against key position j ≤ p is `scale` · q·k, then
@@ -67,6 +74,8 @@ def attend(
     - `window` w: only the w newest positions, p - w < j ≤ p, count; older blocks are not read;
     - `sinks` `[q_heads]`: a logit a head that joins the softmax's denominator and has no value.
 
+    `kv_scales` are those that `write_kv` was given for a float8_e4m3fn cache.
+
     `backend` overrides OCTAVO_ATTENTION_BACKEND, which overrides the device's default. Raises
     ValueError when shapes, dtypes or devices do not fit together or the back end's name is unknown,
     BackendUnavailable when it cannot run here.
@@ -74,6 +83,7 @@ def attend(
     _check_cache(cache)
     _check_query(query, cache, batch)
     _check_options(query, window, soft_cap, alibi_slopes, sinks)
+    _check_scales(kv_scales, cache)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     elif out.shape != query.shape or out.dtype != query.dtype or out.device != query.device:
@@ -82,7 +92,7 @@ def attend(
             f"query {tuple(query.shape)} {query.dtype} on {query.device}"
         )
     if query.shape[0]:
-        options = ScoreOptions(scale, window, soft_cap, alibi_slopes, sinks)
+        options = ScoreOptions(scale, window, soft_cap, alibi_slopes, sinks, kv_scales)
         load_backend(backend_name(cache.device, backend)).attend(query, cache, batch, options, out)
     return out
 
@@ -94,7 +104,7 @@ def _check_cache(cache: torch.Tensor) -> None:
             f"not {tuple(cache.shape)} with strides {cache.stride()}"
         )
     if cache.dtype not in CACHE_DTYPES:
-        raise ValueError(f"a KV cache holds float32, float16 or bfloat16, not {cache.dtype}")
+        raise ValueError(f"a KV cache holds {CACHE_DTYPE_NAMES}, not {cache.dtype}")
 
 
 def _check_query(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:
@@ -106,7 +116,7 @@ def _check_query(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
         )
     if query.shape[1] == 0 or query.shape[1] % kv_heads:
         raise ValueError(f"{query.shape[1]} query heads do not divide among {kv_heads} KV heads")
-    if query.dtype != cache.dtype:
+    if not _dtypes_fit(query.dtype, cache.dtype):
         raise ValueError(f"query is {query.dtype}, the cache {cache.dtype}")
     _check_device(cache.device, query=query, batch=batch.lengths)
     if batch.max_length > batch.block_table.shape[1] * block_size:
@@ -132,6 +142,24 @@ def _check_options(
             if per_head.shape != query.shape[1:2]:
                 raise ValueError(f"{name} must be [{query.shape[1]}], not {list(per_head.shape)}")
             _check_device(query.device, **{name: per_head})
+
+
+def _dtypes_fit(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    if cache_dtype == FP8:
+        return dtype in CACHE_DTYPES and dtype != FP8
+    return dtype == cache_dtype
+
+
+def _check_scales(kv_scales: torch.Tensor | None, cache: torch.Tensor) -> None:
+    if kv_scales is None:
+        return
+    if cache.dtype != FP8:
+        raise ValueError(f"kv_scales belong to a float8_e4m3fn cache, not to {cache.dtype}")
+    if kv_scales.shape != (2, cache.shape[2]) or kv_scales.dtype != torch.float32:
+        raise ValueError(
+            f"kv_scales must be float32 [2, {cache.shape[2]}], not {kv_scales.dtype} {list(kv_scales.shape)}"
+        )
+    _check_device(cache.device, kv_scales=kv_scales)
 
 
 def _check_device(device: torch.device, **tensors: torch.Tensor) -> None:

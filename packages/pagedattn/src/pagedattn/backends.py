@@ -1,4 +1,4 @@
-"""Which implementation runs: `torch` anywhere, `triton` on GPUs."""
+"""Which implementation runs: `torch` anywhere, `cpu` on CPUs that have a C compiler, `triton` on GPUs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib
 import importlib.util
 import os
 from functools import cache
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 
 from pagedattn.batch import AttentionBatch
 
 BACKEND_VARIABLE = "OCTAVO_ATTENTION_BACKEND"
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "cpu", "triton")
 
 
 class BackendUnavailable(RuntimeError):
@@ -28,13 +28,19 @@ class ScoreOptions(NamedTuple):
     soft_cap: float | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    kv_scales: torch.Tensor | None = None
 
 
 class Backend(Protocol):
     """What a back-end module provides. Arguments were validated by `pagedattn.attention`."""
 
     def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        kv_scales: torch.Tensor | None,
     ) -> None: ...
 
     def attend(
@@ -45,6 +51,38 @@ class Backend(Protocol):
         options: ScoreOptions,
         out: torch.Tensor,
     ) -> None: ...
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rotary(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def gelu_and_mul(self, x: torch.Tensor, approximate: Literal["tanh", "none"]) -> torch.Tensor: ...
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None: ...
+
+    def grouped_matmul(self, x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor: ...
+
+    def top_k_top_p_sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor: ...
 
 
 def backend_name(device: torch.device, requested: str | None = None) -> str:
@@ -57,7 +95,9 @@ def backend_name(device: torch.device, requested: str | None = None) -> str:
     from_environment = os.environ.get(BACKEND_VARIABLE)
     if from_environment:
         return _checked(from_environment, BACKEND_VARIABLE, device.type)
-    return "triton" if device.type == "cuda" and _has_triton() else "torch"
+    if device.type == "cuda":
+        return "triton" if _has_triton() else "torch"
+    return "cpu" if device.type == "cpu" and _has_kernels() else "torch"
 
 
 @cache
@@ -66,9 +106,22 @@ def load_backend(name: str) -> Backend:
     return cast("Backend", importlib.import_module(f"pagedattn.{name}_backend"))
 
 
+@cache
+def backend_of(device: torch.device, requested: str | None = None) -> Backend:
+    """The module of the back end for `device`: `backend_name`'s choice, made once a process.
+
+    What calls it runs hundreds of times a step, and reading the environment takes longer than the rest.
+    """
+    return load_backend(backend_name(device, requested))
+
+
 def _checked(name: str, source: str, device_type: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"{source} names an unknown attention back end {name!r}; there are {BACKENDS}")
+    if name == "cpu":
+        if device_type != "cpu":
+            raise BackendUnavailable(f"{source} asks for cpu, but the tensors are on {device_type!r}")
+        importlib.import_module("pagedattn.cpu_backend.build").load_library()
     if name == "triton":
         if not _has_triton():
             raise BackendUnavailable(f"{source} asks for triton, which is not installed")
@@ -83,3 +136,8 @@ def _checked(name: str, source: str, device_type: str) -> str:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _has_kernels() -> bool:
+    return importlib.import_module("pagedattn.cpu_backend.build").usable()

@@ -28,7 +28,10 @@ class AttentionBatch:
     Numbers, known on the host so that nothing waits for the device:
 
     - `max_query`, `max_length`: upper bounds of query lengths and of `lengths`;
-    - `num_decodes`: how many leading sequences have exactly one query token.
+    - `num_decodes`: how many leading sequences have exactly one query token;
+    - `shared_prefix`: that many leading positions, whole blocks, lie in the same blocks for all sequences
+      that have queries, and before the first query of each; see `find_shared_prefix`. A back end may read
+      them once for all. Unlike the bounds it must be exact or less; 0 is always right.
 
     The object stands for one step: `memo` keeps what a back end derived from the tensors, so that all
     layers of the step share it. Make a new one when the tensors' contents change.
@@ -41,6 +44,7 @@ class AttentionBatch:
     max_query: int
     max_length: int
     num_decodes: int
+    shared_prefix: int = 0
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +71,8 @@ class AttentionBatch:
             )
         if not 0 <= self.num_decodes <= num_seqs:
             raise ValueError(f"num_decodes is {self.num_decodes}, of {num_seqs} sequences")
+        if self.shared_prefix < 0:
+            raise ValueError(f"shared_prefix must be 0 or more, not {self.shared_prefix}")
 
     @property
     def num_seqs(self) -> int:
@@ -75,6 +81,23 @@ class AttentionBatch:
     @property
     def num_tokens(self) -> int:
         return self.slots.shape[0]
+
+
+def find_shared_prefix(
+    query_lengths: np.ndarray, lengths: np.ndarray, block_table: np.ndarray, block_size: int
+) -> int:
+    """How many leading positions all sequences with queries keep in the same blocks, before any query.
+
+    int `[n]`, int `[n]` and int `[n, max_blocks]` on the host, as in `AttentionBatch`. A multiple of
+    `block_size`; 0 when fewer than two sequences have queries.
+    """
+    asking = np.flatnonzero((query_lengths > 0) & (lengths > 0))
+    if len(asking) < 2:
+        return 0
+    most = int((lengths[asking] - query_lengths[asking]).min()) // block_size
+    table = block_table[asking, :most]
+    differs = (table != table[0]).any(axis=0)
+    return (int(differs.argmax()) if differs.any() else most) * block_size
 
 
 def build_batch(
@@ -120,5 +143,6 @@ def build_batch(
         slots=torch.from_numpy(slots).to(device),
         max_query=int(counts.max(initial=0)),
         max_length=int(totals.max(initial=0)),
+        shared_prefix=find_shared_prefix(counts, totals, table, block_size),
         num_decodes=int(not_decode[0]) if len(not_decode) else len(counts),
     )

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
+CACHE_DTYPE_NAMES = "float32, float16, bfloat16 or float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class KVLayout:
     values at `[:, 1]`. A block of one head is a contiguous `[block_size, head_dim]` tile, so that
     attention over one KV head streams whole tiles.
 
-    Raises ValueError for sizes below 1 and for dtypes other than float32, float16 and bfloat16.
+    Raises ValueError for sizes below 1 and for dtypes other than float32, float16, bfloat16 and
+    float8_e4m3fn.
     """
 
     num_layers: int
@@ -32,7 +35,7 @@ class KVLayout:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in CACHE_DTYPES:
-            raise ValueError(f"a KV cache holds float32, float16 or bfloat16, not {self.dtype}")
+            raise ValueError(f"a KV cache holds {CACHE_DTYPE_NAMES}, not {self.dtype}")
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:

@@ -10,6 +10,7 @@ from enginecore.runner.inputs import ModelInputs, build_inputs
 from enginecore.runner.rows import Rows
 from enginecore.runner.step import BlockCopies, PositionLogprobs, StepInput, StepOutput
 from enginecore.sampling.sampler import sample, token_logprobs
+from pagedattn import copy_blocks
 
 
 class PendingOutput:
@@ -85,13 +86,10 @@ class Runner:
     def _copy_blocks(self, copies: BlockCopies) -> None:
         """Move blocks of all layers between device and host, then within the device."""
         cache, host = self._cache, self._host_cache
-        # To and from the host without a stream: a copy out may be read back by a copy in right after it.
-        if host is not None and len(copies.out_sources):
-            host[:, _index(copies.out_destinations)] = cache[:, _index(copies.out_sources)].cpu()
-        if host is not None and len(copies.in_sources):
-            cache[:, _index(copies.in_destinations)] = host[:, _index(copies.in_sources)].to(cache.device)
-        if len(copies.sources):
-            cache[:, _index(copies.destinations)] = cache[:, _index(copies.sources)]
+        if host is not None:
+            copy_blocks(cache, host, _pairs(copies.out_sources, copies.out_destinations))
+            copy_blocks(host, cache, _pairs(copies.in_sources, copies.in_destinations))
+        copy_blocks(cache, cache, _pairs(copies.sources, copies.destinations))
 
     def _sample(
         self, step: StepInput, inputs: ModelInputs, hidden: Tensor, prompt_logprobs: list[PositionLogprobs]
@@ -139,5 +137,5 @@ class Runner:
         return found
 
 
-def _index(blocks: np.ndarray) -> Tensor:
-    return torch.from_numpy(blocks.astype(np.int64))
+def _pairs(sources: np.ndarray, destinations: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.stack([sources, destinations], axis=1).astype(np.int64))

@@ -6,20 +6,52 @@ import torch
 
 from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
+from pagedattn.layout import FP8
+from pagedattn.torch_backend.activation import gelu_and_mul, silu_and_mul
+from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
+from pagedattn.torch_backend.grouped import grouped_matmul
+from pagedattn.torch_backend.norm import rms_norm
 from pagedattn.torch_backend.prefill import Span, attend_span
+from pagedattn.torch_backend.rotary import rotary
+from pagedattn.torch_backend.sampling import top_k_top_p_sample
 
-__all__ = ["attend", "write_kv"]
+__all__ = [
+    "attend",
+    "copy_blocks",
+    "gelu_and_mul",
+    "grouped_matmul",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "top_k_top_p_sample",
+    "write_kv",
+]
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+FP8_MAX = 448.0
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+) -> None:
     """See `pagedattn.write_kv`."""
     if slots.min() < 0:
         kept = (slots >= 0).nonzero().squeeze(1)
         key, value, slots = key[kept], value[kept], slots[kept]
     block_size = cache.shape[3]
+    stored = torch.stack((key, value), dim=1)
+    if cache.dtype == FP8:
+        scaled = stored.float() if kv_scales is None else stored.float() / kv_scales.unsqueeze(-1)
+        # Torch indexes bytes, not float8.
+        stored = scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+        cache = cache.view(torch.uint8)
     by_slot = cache.permute(0, 3, 1, 2, 4)  # [num_blocks, block_size, 2, kv_heads, head_dim]
-    by_slot.index_put_((slots // block_size, slots % block_size), torch.stack((key, value), dim=1))
+    by_slot.index_put_((slots // block_size, slots % block_size), stored)
 
 
 def attend(

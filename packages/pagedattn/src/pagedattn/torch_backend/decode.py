@@ -9,6 +9,7 @@ import torch
 
 from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
+from pagedattn.layout import FP8
 from pagedattn.torch_backend.softmax import softmax_attention
 
 # A chunk's gathered keys and values should still be in the CPU's cache when they are multiplied.
@@ -36,7 +37,7 @@ class DecodePlan(NamedTuple):
 
     order: torch.Tensor  # int64 [num_decodes]: sequences by number of blocks, most first
     chunks: list[DecodeChunk]
-    scratch: torch.Tensor  # [elements] of the largest chunk, in the cache's dtype
+    scratch: torch.Tensor  # [elements] of the largest chunk, in the cache's dtype (float8 as uint8)
     widened: torch.Tensor | None  # the same in float32, if the cache's dtype is another
 
 
@@ -54,7 +55,8 @@ def attend_decodes(
         plan = batch.memo[key] = plan_decode(batch, cache, options.window)
     kv_heads, block_size, head_dim = cache.shape[2:]
     group = query.shape[1] // kv_heads
-    tiles = cache.view(-1, block_size * head_dim)
+    # Torch gathers bytes, not float8.
+    tiles = (cache.view(torch.uint8) if cache.dtype == FP8 else cache).view(-1, block_size * head_dim)
     # The query heads that share a KV head become rows of one matrix product.
     queries = query.index_select(0, plan.order).view(-1, group, head_dim).float()
     results = torch.empty_like(queries)
@@ -63,10 +65,13 @@ def attend_decodes(
         gathered = plan.scratch[:elements].view(-1, tiles.shape[1])
         torch.index_select(tiles, 0, chunk.tiles, out=gathered)
         if plan.widened is not None:
-            gathered = plan.widened[:elements].copy_(plan.scratch[:elements])
+            gathered = plan.widened[:elements].copy_(plan.scratch[:elements].view(cache.dtype))
         # Hidden slots may hold NaN, which a weight of 0 would not silence.
         gathered.view(-1, head_dim).index_fill_(0, chunk.hidden, 0)
-        keys, values = gathered.view(2, (chunk.stop - chunk.start) * kv_heads, -1, head_dim)
+        by_head = gathered.view(2, chunk.stop - chunk.start, kv_heads, -1)
+        if options.kv_scales is not None:
+            by_head *= options.kv_scales.view(2, 1, kv_heads, 1)
+        keys, values = by_head.view(2, (chunk.stop - chunk.start) * kv_heads, -1, head_dim)
         rows = slice(chunk.start * kv_heads, chunk.stop * kv_heads)
         bias, sinks = _bias(chunk, options, kv_heads, group)
         softmax_attention(queries[rows], keys, values, bias, options, sinks, out=results[rows])
@@ -110,7 +115,8 @@ def plan_decode(batch: AttentionBatch, cache: torch.Tensor, window: int | None) 
         visible = (positions >= first[seqs, None]) & (positions < lengths[seqs, None])
         chunks.append(_make_chunk(start, stop, blocks, positions - lengths[seqs, None] + 1, visible, cache))
     largest = max(chunk.tiles.shape[0] for chunk in chunks) * block_size * head_dim
-    scratch = torch.empty(largest, dtype=cache.dtype, device=cache.device)
+    scratch_dtype = torch.uint8 if cache.dtype == FP8 else cache.dtype
+    scratch = torch.empty(largest, dtype=scratch_dtype, device=cache.device)
     return DecodePlan(
         order=torch.from_numpy(order).to(cache.device),
         chunks=chunks,

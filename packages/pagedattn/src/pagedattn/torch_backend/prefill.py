@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pagedattn.backends import ScoreOptions
+from pagedattn.layout import FP8
 from pagedattn.torch_backend.softmax import softmax_attention
 
 # Queries a pass where a mask [queries, keys] is needed: a pass skips the keys after its last query.
@@ -31,7 +32,7 @@ def attend_span(
 ) -> None:
     """Attention of one sequence's queries; arguments as in `pagedattn.attend`."""
     kv_heads, block_size, head_dim = cache.shape[2:]
-    gathered = cache.view(-1, block_size * head_dim).index_select(0, span.tiles)
+    gathered = _gather(cache, span, options)
     skipped = span.first % block_size
     # Cut to the visible positions: slots outside may hold NaN.
     visible = slice(skipped, skipped + span.length - span.first)
@@ -40,7 +41,7 @@ def attend_span(
     def by_kv_head(tensor: torch.Tensor) -> torch.Tensor:  # [kv_heads, group, queries, head_dim]
         return tensor[span.start : span.stop].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
-    queries, results = by_kv_head(query), by_kv_head(out)
+    queries, results = by_kv_head(query.to(keys.dtype)), by_kv_head(out)
     num_queries = queries.shape[2]
     plain = options.soft_cap is None and options.alibi_slopes is None and options.sinks is None
     if plain and num_queries == span.length and (options.window is None or options.window >= span.length):
@@ -57,6 +58,20 @@ def attend_span(
         results[:, :, begin:end] = attention(
             queries[:, :, begin:end], keys[:, seen], values[:, seen], distance, options
         )
+
+
+def _gather(cache: torch.Tensor, span: Span, options: ScoreOptions) -> torch.Tensor:
+    """The span's keys, then values, head by head; those of a float8 cache as float32."""
+    kv_heads, block_size, head_dim = cache.shape[2:]
+    if cache.dtype != FP8:
+        return cache.view(-1, block_size * head_dim).index_select(0, span.tiles)
+    # Torch gathers bytes, not float8.
+    stored = cache.view(torch.uint8).view(-1, block_size * head_dim).index_select(0, span.tiles)
+    widened = stored.view(FP8).float()
+    if options.kv_scales is not None:
+        by_head = widened.view(2, kv_heads, -1)
+        by_head *= options.kv_scales.view(2, kv_heads, 1)
+    return widened
 
 
 def _distance(

@@ -1,224 +1,210 @@
 # ruff: noqa: ANN001, ANN201 (Triton infers the types of kernel arguments)
-"""Triton kernels: storing keys and values, and attention of a mixed batch in one launch.
-
-Softmax is online and in base 2 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; Dao et al.,
-https://arxiv.org/abs/2205.14135). The query heads that share a KV head are rows of one matrix product,
-so that each key and value is read once a group.
-"""
+"""Triton kernels: storing keys and values, and attention of a mixed batch in one launch."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from pagedattn.triton_backend.fp8 import round_to_fp8
+from pagedattn.triton_backend.softmax import (
+    attend_stretch,
+    empty_softmax,
+    finish_softmax,
+    load_query,
+    sink_softmax,
+    store_partial,
+    store_result,
+)
+
+
+class Pieces(NamedTuple):
+    """How the contexts of short sequences are cut; see `attend_kernel`."""
+
+    splits: Any
+    parts: Any
+    shared: Any
+    min_size: Any
 
 
 @triton.jit
-def write_kv_kernel(
-    cache,
-    key,
-    value,
-    slots,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-):
-    """One program stores one token's keys and values, unless its slot is negative."""
+def write_kv_kernel(key, value, slots, cache, TILE_HEADS: tl.constexpr, TILE_DIM: tl.constexpr):
+    """Grid (tokens): one token's keys and values, unless its slot is negative.
+
+    `key`, `value` are Rows of `[tokens, KV_HEADS, HEAD_DIM]`, `slots` int64 `[tokens]`.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
         return
+    row = slot // cache.BLOCK_SIZE * (2 * cache.KV_HEADS * cache.BLOCK_SIZE) + slot % cache.BLOCK_SIZE
+    store_heads(key, token, row, cache, 0, TILE_HEADS, TILE_DIM)
+    row += cache.KV_HEADS * cache.BLOCK_SIZE
+    store_heads(value, token, row, cache, cache.KV_HEADS, TILE_HEADS, TILE_DIM)
+
+
+@triton.jit
+def store_heads(source, token, row, cache, scale_row, TILE_HEADS: tl.constexpr, TILE_DIM: tl.constexpr):
+    """One token's heads, from `source` to the cache's rows from `row` on, BLOCK_SIZE apart."""
     heads = tl.arange(0, TILE_HEADS)[:, None]
     dims = tl.arange(0, TILE_DIM)[None, :]
-    inside = (heads < KV_HEADS) & (dims < HEAD_DIM)
-    keys = tl.load(key + token * key_stride + heads * key_head_stride + dims, mask=inside)
-    values = tl.load(value + token * value_stride + heads * value_head_stride + dims, mask=inside)
-    row = (slot // BLOCK_SIZE * 2 * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
-    tl.store(cache + row * HEAD_DIM + dims, keys, mask=inside)
-    tl.store(cache + (row + KV_HEADS * BLOCK_SIZE) * HEAD_DIM + dims, values, mask=inside)
+    inside = (heads < cache.KV_HEADS) & (dims < cache.HEAD_DIM)
+    offsets = token * source.token_stride + heads * source.head_stride
+    stored = tl.load(source.data + offsets + dims, mask=inside, other=0.0)
+    if cache.FP8 is not None:
+        stored = stored.to(tl.float32)
+        if cache.scales is not None:
+            scale = tl.load(cache.scales + scale_row + heads, mask=heads < cache.KV_HEADS, other=1.0)
+            stored = tl.math.div_rn(stored, tl.broadcast_to(scale, stored.shape))
+        stored = round_to_fp8(stored)
+    target = (row + heads * cache.BLOCK_SIZE) * cache.HEAD_DIM
+    tl.store(cache.data + target + dims, stored, mask=inside)
 
 
-@triton.jit
-def accumulate(
-    queries,
-    positions,
-    slopes,
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "num_short", "splits", "parts", "shared", "min_piece"]
+)
+def attend_kernel(
+    out,
+    partials,
+    query,
     cache,
-    blocks,
-    kv_head,
-    begin,
-    end,
-    scale,
-    soft_cap,
-    window,
-    maximum,
-    total,
-    weighted,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    batch,
+    scoring,
+    table_stride,
+    num_seqs,
+    num_short,
+    splits,
+    parts,
+    shared,
+    min_piece,
+    short,
+    long,
 ):
-    """Online softmax over key positions begin … end - 1, carried on from `maximum, total, weighted`.
+    """Grid (short sequences × splits × head tiles + long query tiles × head tiles, KV_HEADS).
 
-    `maximum` and `total` `[rows]` are the greatest score times log2(e) so far and the sum of
-    2^(score - maximum); `weighted [rows, TILE_DIM]` is the sum of the values by those weights.
-    Keys outside begin … end - 1 are not read: their block table entries may be stale.
+    The leading `num_short` sequences have at most `short.QUERIES` tokens: a program takes all of one
+    sequence's against one of `splits` pieces, of at least `min_piece` positions, of its context from position
+    `shared` on. It writes one of the last `splits` of `parts` partials, or `out` when `partials` is None.
+    The other sequences go by tiles of `long.QUERIES` tokens, straight to `out`. `short` or `long` is None
+    where there are none. In a mixed batch programs of both kinds lie side by side on the processors, those
+    that wait for memory and those that wait for products. Query tiles go from the last, since the last tiles
+    of a prompt see the most keys.
     """
-    dims = tl.arange(0, TILE_DIM)
-    for first in range(begin, end, TILE_KEYS):
-        keys = first + tl.arange(0, TILE_KEYS)
-        inside = keys < end
-        block = tl.load(blocks + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        row = ((block * 2 * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
-        key_mask = inside[None, :] & (dims < HEAD_DIM)[:, None]
-        key = tl.load(cache + row[None, :] + dims[:, None], mask=key_mask, other=0.0)
-        scores = tl.dot(queries, key, input_precision=PRECISION) * scale
-        if soft_cap is not None:
-            # tanh(x) = 2 sigmoid(2x) - 1
-            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
-        distance = keys[None, :] - positions[:, None]
-        if slopes is not None:
-            scores += slopes[:, None] * distance
-        visible = inside[None, :] & (distance <= 0)
-        if window is not None:
-            visible &= distance > -window
-        scores = tl.where(visible, scores * LOG2_E, -float("inf"))
-
-        highest = tl.maximum(maximum, tl.max(scores, axis=1))
-        # A row that has seen nothing yet stays at -inf, and -inf - -inf is NaN.
-        shift = tl.where(highest == -float("inf"), 0.0, highest)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(maximum - shift)
-        total = total * decay + tl.sum(weights, axis=1)
-        value_row = row + KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        value_mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        value = tl.load(cache + value_row[:, None] + dims[None, :], mask=value_mask, other=0.0)
-        weighted = weighted * decay[:, None]
-        weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision=PRECISION)
-        maximum = highest
-    return maximum, total, weighted
+    index = tl.program_id(0)
+    pieces = Pieces(splits, parts, shared, min_piece)
+    short_programs = 0
+    if short is not None:
+        short_programs = num_short * splits * tl.cdiv(cache.GROUP, short.HEADS)
+    if long is None:
+        attend_piece(out, partials, query, cache, batch, scoring, table_stride, pieces, index, short)
+    elif short is None:
+        index = tl.num_programs(0) - 1 - index
+        attend_tile(out, query, cache, batch, scoring, table_stride, num_short, num_seqs, index, long)
+    elif index < short_programs:
+        attend_piece(out, partials, query, cache, batch, scoring, table_stride, pieces, index, short)
+    else:
+        index = tl.num_programs(0) - 1 - index
+        attend_tile(out, query, cache, batch, scoring, table_stride, num_short, num_seqs, index, long)
 
 
 @triton.jit
-def sequence_of_tile(query_starts, num_seqs, tile, TILE_QUERIES: tl.constexpr):
-    """The sequence that query tile number `tile` belongs to.
+def attend_piece(out, partials, query, cache, batch, scoring, table_stride, pieces, index, tile):
+    """One piece of the context of a sequence with few queries; see `attend_kernel`."""
+    kv_head = tl.program_id(1)
+    head_tiles = tl.cdiv(cache.GROUP, tile.HEADS)
+    split = index // head_tiles % pieces.splits
+    seq = index // head_tiles // pieces.splits
+    start = tl.load(batch.query_starts + seq)
+    count = tl.load(batch.query_starts + seq + 1) - start
+    length = tl.load(batch.lengths + seq)
+    first = length - count
+    rows = tl.arange(0, tile.ROWS) // tile.HEADS
+    used = (rows < tile.QUERIES) & (rows < count)
+    tile_query = load_query(query, start + rows, first + rows, index % head_tiles, kv_head, used, cache, tile)
 
-    Sequence s owns the tiles from query_starts[s] // TILE_QUERIES + s on: with one tile more than its
-    tokens fill, a sequence always has enough, and the grid's size follows from the number of tokens.
+    begin = pieces.shared
+    if scoring.window is not None:
+        begin = tl.maximum(begin, first + 1 - scoring.window)
+    # Pieces are whole steps, so that only the last has a ragged end.
+    size = tl.maximum(tl.cdiv(length - begin, pieces.splits), pieces.min_size)
+    size = tl.cdiv(size, tile.KEYS) * tile.KEYS
+    begin += split * size
+    end = tl.minimum(length, begin + size)
+    if partials is None:
+        softmax = sink_softmax(scoring.sinks, tile_query, tile)
+    else:
+        softmax = empty_softmax(tile)
+    blocks = batch.block_table + seq.to(tl.int64) * table_stride
+    softmax = attend_stretch(
+        softmax, tile_query, cache, blocks, kv_head, begin, end, first, length - 1, scoring, tile
+    )
+    result = finish_softmax(softmax, cache, kv_head)
+    if partials is None:
+        store_result(out, result, start + rows, tile_query, cache, tile)
+    else:
+        part = pieces.parts - pieces.splits + split
+        store_partial(partials, softmax, result, start + rows, part, pieces.parts, tile_query, cache, tile)
+
+
+@triton.jit
+def attend_tile(out, query, cache, batch, scoring, table_stride, first_seq, num_seqs, index, tile):
+    """Query tile number `index // head tiles` of the sequences from `first_seq` on; see `attend_kernel`."""
+    kv_head = tl.program_id(1)
+    head_tiles = tl.cdiv(cache.GROUP, tile.HEADS)
+    seq, begin_token = sequence_of_tile(
+        batch.query_starts, first_seq, num_seqs, index // head_tiles, tile.QUERIES
+    )
+    start = tl.load(batch.query_starts + seq)
+    count = tl.load(batch.query_starts + seq + 1) - start
+    length = tl.load(batch.lengths + seq)
+    rows = begin_token + tl.arange(0, tile.ROWS) // tile.HEADS
+    used = (rows < begin_token + tile.QUERIES) & (rows < count)
+    positions = length - count + rows
+    tile_query = load_query(query, start + rows, positions, index % head_tiles, kv_head, used, cache, tile)
+
+    first = length - count + begin_token
+    last = tl.minimum(length, first + tile.QUERIES) - 1
+    begin = 0
+    if scoring.window is not None:
+        begin = tl.maximum(0, first + 1 - scoring.window)
+    end = tl.where(begin_token < count, last + 1, 0)
+    blocks = batch.block_table + seq.to(tl.int64) * table_stride
+    softmax = attend_stretch(
+        sink_softmax(scoring.sinks, tile_query, tile),
+        tile_query,
+        cache,
+        blocks,
+        kv_head,
+        begin,
+        end,
+        first,
+        last,
+        scoring,
+        tile,
+    )
+    store_result(out, finish_softmax(softmax, cache, kv_head), start + rows, tile_query, cache, tile)
+
+
+@triton.jit
+def sequence_of_tile(query_starts, first_seq, num_seqs, tile, QUERIES: tl.constexpr):
+    """The sequence that query tile number `tile` belongs to, and which of its tokens the tile begins with.
+
+    Counting from sequence `first_seq` and its first token, sequence s owns the tiles from start // QUERIES +
+    s on: with one tile more than its tokens fill, a sequence always has enough, and the grid's size follows
+    from the number of tokens. A tile may begin beyond its sequence's tokens.
     """
-    low = 0
+    origin = tl.load(query_starts + first_seq)
+    low = first_seq
     high = num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(query_starts + middle) // TILE_QUERIES + middle <= tile:
+        start = tl.load(query_starts + middle) - origin
+        if start // QUERIES + middle - first_seq <= tile:
             low = middle
         else:
             high = middle
-    return low
-
-
-@triton.jit(do_not_specialize=["num_seqs", "window"])
-def attend_kernel(
-    out,
-    query,
-    cache,
-    query_starts,
-    lengths,
-    block_table,
-    alibi_slopes,
-    sinks,
-    num_seqs,
-    scale,
-    soft_cap,
-    window,
-    out_stride,
-    out_head_stride,
-    query_stride,
-    query_head_stride,
-    table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Grid (query tiles, kv_heads, head tiles of a group).
-
-    A program takes TILE_QUERIES tokens of one sequence and TILE_HEADS query heads of one KV head.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    seq = sequence_of_tile(query_starts, num_seqs, tile, TILE_QUERIES)
-    start = tl.load(query_starts + seq)
-    count = tl.load(query_starts + seq + 1) - start
-    first = (tile - start // TILE_QUERIES - seq) * TILE_QUERIES
-    if first >= count:
-        return
-    length = tl.load(lengths + seq)
-
-    rows = tl.arange(0, TILE_ROWS)
-    dims = tl.arange(0, TILE_DIM)
-    tokens = first + rows // TILE_HEADS
-    head_in_group = tl.program_id(2) * TILE_HEADS + rows % TILE_HEADS
-    heads = kv_head * GROUP + head_in_group
-    used = (rows < TILE_QUERIES * TILE_HEADS) & (tokens < count) & (head_in_group < GROUP)
-    mask = used[:, None] & (dims < HEAD_DIM)[None, :]
-    offsets = (start + tokens).to(tl.int64) * query_stride + heads * query_head_stride
-    queries = tl.load(query + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=used, other=0.0)
-
-    if sinks is not None:
-        maximum = tl.load(sinks + heads, mask=used, other=0.0) * LOG2_E
-        total = tl.full([TILE_ROWS], 1.0, tl.float32)
-    else:
-        maximum = tl.full([TILE_ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([TILE_ROWS], tl.float32)
-    weighted = tl.zeros([TILE_ROWS, TILE_DIM], tl.float32)
-
-    first_position = length - count + first
-    begin = 0
-    if window is not None:
-        begin = tl.maximum(0, first_position + 1 - window)
-    maximum, total, weighted = accumulate(
-        queries,
-        length - count + tokens,
-        slopes,
-        cache,
-        block_table + seq.to(tl.int64) * table_stride,
-        kv_head,
-        begin,
-        tl.minimum(length, first_position + TILE_QUERIES),
-        scale,
-        soft_cap,
-        window,
-        maximum,
-        total,
-        weighted,
-        KV_HEADS,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        TILE_KEYS,
-        TILE_DIM,
-        PRECISION,
-    )
-    # A sequence of length 0 has seen nothing: 0 / 1.
-    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
-    offsets = (start + tokens).to(tl.int64) * out_stride + heads * out_head_stride
-    tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+    start = tl.load(query_starts + low) - origin
+    return low, (tile - start // QUERIES - (low - first_seq)) * QUERIES

@@ -1,0 +1,115 @@
+/* Cuts a batch into pieces of about equal cost, which threads take as they come. */
+
+#pragma once
+
+#include "tile.h"
+
+/* Beyond that many heads a group, a tile of rows is faster than rows one by one. */
+#define DECODE_HEADS 16
+/* A piece shorter than this is not worth a part of its own. */
+#define LEAST_PIECE 256
+#define PIECES_PER_THREAD 4
+/* A shared prefix pays from so many keys and rows on. */
+#define LEAST_SHARED_KEYS 64
+#define LEAST_SHARED_ROWS 12
+
+typedef struct {
+    const Call *call;
+    int64_t piece_cost; /* 0 cuts nothing */
+    int32_t shared;     /* positions that all decodes share and that are read for all at once */
+    int32_t shared_parts;
+    Work *works; /* NULL while only counting */
+    int64_t num_works;
+    int64_t cost;
+    int32_t *part_counts; /* [tokens]; 0 where a token's result is whole */
+} Plan;
+
+/* A key that is read costs about as much as multiplying it with eight rows. */
+INLINE int64_t key_cost(int rows) { return 8 + rows; }
+
+/* Keys a piece, so that it costs about `piece_cost`: a multiple of KEYS, and the same for all heads of a token. */
+static int piece_length(const Plan *plan, int keys, int tokens) {
+    int heads = group_size(plan->call);
+    if (heads > MOST_ROWS) heads = MOST_ROWS;
+    int64_t most = plan->piece_cost ? plan->piece_cost / key_cost(tokens * heads) : keys;
+    if (most < LEAST_PIECE) most = LEAST_PIECE;
+    int pieces = (keys + most - 1) / most;
+    if (pieces <= 1) return keys > 0 ? keys : 1;
+    return ((keys + pieces - 1) / pieces + KEYS - 1) / KEYS * KEYS;
+}
+
+static void add_pieces(Plan *plan, Work work, int length, int first_part) {
+    int end = work.end, part = first_part, whole = first_part == 0 && end - work.begin <= length;
+    do {
+        work.end = end - work.begin < length ? end : work.begin + length;
+        work.part = whole ? WHOLE : part;
+        if (plan->works) plan->works[plan->num_works] = work;
+        plan->num_works++;
+        plan->cost += key_cost(work.tokens * work.heads) * (work.end - work.begin);
+        work.begin = work.end;
+        part++;
+    } while (work.begin < end);
+    for (int t = 0; t < work.tokens; t++) plan->part_counts[work.token + t] = whole ? 0 : part;
+}
+
+/* The query tokens of one sequence, from `begin` positions on. */
+static void add_sequence(Plan *plan, int seq, Work work, int begin, int first_part) {
+    const Call *call = plan->call;
+    int start = call->query_starts[seq], count = call->query_starts[seq + 1] - start, length = call->lengths[seq];
+    int most = MOST_ROWS / work.heads;
+    work.seq = seq;
+    /* The last tile reads the most keys, so it goes first. */
+    for (int first = (count - 1) / most * most; first >= 0 && count > 0; first -= most) {
+        work.token = start + first;
+        work.tokens = count - first < most ? count - first : most;
+        work.position = length - count + first;
+        work.end = work.position + work.tokens;
+        work.begin = begin;
+        if (call->window && work.position >= call->window) work.begin = work.position + 1 - call->window;
+        if (length == 0) work.begin = work.position = work.end = 0;
+        add_pieces(plan, work, piece_length(plan, work.end - work.begin, work.tokens), first_part);
+    }
+}
+
+/* The positions that all decodes share. */
+static void add_shared(Plan *plan, Work work) {
+    const Call *call = plan->call;
+    int most = MOST_ROWS / work.heads;
+    int length = piece_length(plan, plan->shared, MOST_ROWS / group_size(call) + 1);
+    plan->shared_parts = (plan->shared + length - 1) / length;
+    work.seq = 0;
+    while (work.seq + 1 < call->num_decodes && call->lengths[work.seq] == 0) work.seq++;
+    work.position = ALL_VISIBLE;
+    for (work.token = 0; work.token < call->num_decodes; work.token += most) {
+        work.tokens = call->num_decodes - work.token < most ? call->num_decodes - work.token : most;
+        work.begin = 0;
+        work.end = plan->shared;
+        int end = work.end;
+        for (work.part = 0; work.begin < end; work.part++, work.begin = work.end) {
+            work.end = end - work.begin < length ? end : work.begin + length;
+            if (plan->works) plan->works[plan->num_works] = work;
+            plan->num_works++;
+            plan->cost += key_cost(work.tokens * work.heads) * (work.end - work.begin);
+        }
+    }
+}
+
+static void make_plan(Plan *plan) {
+    const Call *call = plan->call;
+    int group = group_size(call);
+    plan->num_works = plan->cost = 0;
+    int pays = !call->window && call->shared_prefix >= LEAST_SHARED_KEYS &&
+               (int64_t)call->num_decodes * group >= LEAST_SHARED_ROWS;
+    plan->shared = pays ? call->shared_prefix : 0;
+    plan->shared_parts = 0;
+    for (int head = 0; head < group; head += MOST_ROWS) {
+        Work work = {.head = head, .heads = group - head < MOST_ROWS ? group - head : MOST_ROWS};
+        for (work.kv_head = 0; plan->shared && work.kv_head < call->kv_heads; work.kv_head++) add_shared(plan, work);
+        /* Prefills come after decodes, and cost more: they go first. */
+        for (int seq = call->num_seqs - 1; seq >= 0; seq--) {
+            int decode = seq < call->num_decodes;
+            for (work.kv_head = 0; work.kv_head < call->kv_heads; work.kv_head++)
+                add_sequence(plan, seq, work, decode ? plan->shared : 0, decode ? plan->shared_parts : 0);
+        }
+    }
+}

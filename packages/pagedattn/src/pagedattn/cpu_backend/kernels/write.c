@@ -1,0 +1,52 @@
+/* Storing new tokens' keys and values in the cache. */
+
+#include "vectors.h"
+
+/* Laid out as WriteArguments of cpu_backend/arguments.py. Strides count elements. */
+typedef struct {
+    const void *key, *value;
+    void *cache;
+    const int64_t *slots;
+    const float *kv_scales; /* NULL stores as it is */
+    int64_t key_stride, key_head_stride, value_stride, value_head_stride;
+    int32_t num_tokens, kv_heads, head_dim, block_size;
+    int32_t type, cache_type, threads;
+} WriteCall;
+
+/* Elements that a second thread is worth waking for. */
+#define LEAST_ELEMENTS_PER_THREAD 65536
+
+/* One head's row [head_dim]: as it is, or divided by its scale and rounded to float8. */
+INLINE void store_row(const WriteCall *call, void *to, const void *from, float scale) {
+    int64_t dim = call->head_dim, d = 0;
+    if (call->cache_type != FLOAT8) {
+        memcpy(to, from, dim * size_of(call->type));
+        return;
+    }
+    for (; d + W <= dim; d += W) store_as(FLOAT8, to, d, load_as(call->type, from, d) / splat(scale));
+    for (; d < dim; d++) store_one(FLOAT8, to, d, load_one(call->type, from, d) / scale);
+}
+
+void octavo_write_kv(const WriteCall *call) {
+    int64_t size = size_of(call->type), row_bytes = call->head_dim * size_of(call->cache_type);
+    int64_t elements = (int64_t)call->num_tokens * call->kv_heads * call->head_dim;
+    int threads = elements / LEAST_ELEMENTS_PER_THREAD < call->threads ? 1 + elements / LEAST_ELEMENTS_PER_THREAD
+                                                                       : call->threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int token = 0; token < call->num_tokens; token++) {
+        int64_t slot = call->slots[token];
+        if (slot < 0) continue;
+        for (int head = 0; head < call->kv_heads; head++) {
+            int64_t tile = slot / call->block_size * 2 * call->kv_heads + head, offset = slot % call->block_size;
+            char *key = (char *)call->cache + (tile * call->block_size + offset) * row_bytes;
+            char *value = key + (int64_t)call->kv_heads * call->block_size * row_bytes;
+            const float *scales = call->kv_scales;
+            store_row(call, key,
+                      (const char *)call->key + (token * call->key_stride + head * call->key_head_stride) * size,
+                      scales ? scales[head] : 1.0f);
+            store_row(call, value,
+                      (const char *)call->value + (token * call->value_stride + head * call->value_head_stride) * size,
+                      scales ? scales[call->kv_heads + head] : 1.0f);
+        }
+    }
+}

@@ -1,0 +1,208 @@
+"""The C kernels against the float64 reference, on one thread and on several."""
+
+import numpy as np
+import pytest
+import torch
+from pagedattn_reference import assert_close, make_case, reference
+
+from pagedattn import AttentionBatch, attend, write_kv
+
+HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 20},
+    "window of one": {"window": 1},
+    "soft cap": {"soft_cap": 2.0},
+    "alibi": {"alibi_slopes": SLOPES},
+    "sinks": {"sinks": SINKS},
+    "all": {"window": 20, "soft_cap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS.half()},
+}
+# Decodes first; then prompts, chunks that start mid-context and mid-block, an idle sequence, a late query.
+MIXED = [(1, 1), (1, 70), (1, 16), (1, 17), (33, 33), (20, 61), (1, 1), (1, 50), (0, 7), (5, 5), (90, 700)]
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"], autouse=True)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def check(case, **options):
+    out = torch.full_like(case.query, torch.nan)
+    attend(
+        case.query,
+        case.cache,
+        case.batch,
+        scale=0.2,
+        kv_scales=case.kv_scales,
+        out=out,
+        backend="cpu",
+        **options,
+    )
+    assert_close(out, reference(case, scale=0.2, **options))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_mixed_batch(dtype, fp8, options):
+    check(make_case(MIXED, dtype=dtype, fp8=fp8, forget_before=options.get("window", 0)), **options)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT], ids=str)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("name", ["plain", "soft cap", "alibi", "sinks"])
+def test_decodes_over_one_prefix(dtype, fp8, name):
+    sequences = [(1, 161 + length) for length in range(14)] + [(33, 200), (9, 170)]
+    case = make_case(sequences, dtype=dtype, fp8=fp8, shared_prefix=160)
+    assert case.batch.shared_prefix == 160
+    check(case, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 32, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT], ids=str)
+def test_head_sizes(head_dim, dtype):
+    check(make_case([(1, 40), (9, 30)], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 24, 64, 256])
+@pytest.mark.parametrize("window", [None, 9])
+def test_block_sizes(block_size, window):
+    sequences = [(1, 40), (1, 300), (9, 30)]
+    check(make_case(sequences, block_size=block_size, forget_before=window or 0), window=window)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads"), [(4, 4), (4, 1), (9, 3), (8, 1), (1, 1), (16, 1), (17, 1), (71, 1), (130, 1)]
+)
+def test_query_heads_share_kv_heads(q_heads, kv_heads):
+    case = make_case([(1, 20), (1, 900), (7, 7), (7, 12)], q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
+    check(case)
+
+
+def test_long_contexts_are_cut_for_several_threads():
+    check(make_case([(1, 9000)], q_heads=3, kv_heads=1, head_dim=32))
+    check(make_case([(1, 5000), (300, 2900)], q_heads=3, kv_heads=1, head_dim=32), sinks=torch.ones(3))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches(seed):
+    generator = np.random.default_rng(seed)
+    decodes = [(1, int(length)) for length in generator.integers(1, 1500, generator.integers(0, 20))]
+    others = [
+        (int(generator.integers(0, length + 1)), int(length)) for length in generator.integers(1, 400, 4)
+    ]
+    kv_heads = int(generator.integers(1, 4))
+    check(
+        make_case(
+            decodes + others,
+            q_heads=kv_heads * int(generator.integers(1, 6)),
+            kv_heads=kv_heads,
+            head_dim=32,
+            block_size=int(generator.integers(1, 40)),
+            seed=seed,
+        )
+    )
+
+
+@pytest.mark.parametrize("shared", [0, 64])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(2)], ids=["", "sinks"])
+def test_rows_that_fill_up_a_batch_give_zero(shared, sinks):
+    case = make_case([(1, 70 + i) for i in range(7)], q_heads=2, kv_heads=1, shared_prefix=shared)
+    full = case.batch
+    padded = AttentionBatch(
+        query_starts=torch.arange(9, dtype=torch.int32),
+        lengths=torch.cat((full.lengths, torch.zeros(1, dtype=torch.int32))),
+        block_table=torch.cat((full.block_table, torch.full_like(full.block_table[:1], -1))),
+        slots=torch.cat((full.slots, torch.tensor([-1]))),
+        max_query=1,
+        max_length=full.max_length,
+        num_decodes=8,
+        shared_prefix=full.shared_prefix,
+    )
+    query = torch.cat((case.query, case.query[:1]))
+    out = torch.full_like(query, torch.nan)
+    attend(query, case.cache, padded, scale=0.2, sinks=sinks, out=out, backend="cpu")
+    assert_close(out[:7], reference(case, scale=0.2, sinks=sinks))
+    assert torch.equal(out[7], torch.zeros(2, 64))
+
+
+def test_slices_of_a_fused_projection_and_of_a_wider_output():
+    case = make_case([(1, 33), (7, 20)], head_dim=32)
+    fused = torch.zeros(8, 8, 32)
+    fused[:, 1:5] = case.query
+    wide = torch.full((8, 8, 32), 7.0)
+    attend(fused[:, 1:5], case.cache, case.batch, scale=0.2, out=wide[:, 2:6], backend="cpu")
+    assert_close(wide[:, 2:6], reference(case, scale=0.2))
+    assert (wide[:, :2] == 7).all()
+    assert (wide[:, 6:] == 7).all()
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_tensors_whose_head_dim_is_not_contiguous(last_first):
+    case = make_case([(1, 33), (7, 20)], head_dim=32)
+    turned = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    out = torch.full_like(turned, torch.nan) if last_first else torch.full_like(case.query, torch.nan)
+    attend(turned, case.cache, case.batch, scale=0.2, out=out, backend="cpu")
+    assert_close(out, reference(case, scale=0.2))
+
+
+def test_a_row_gives_the_same_whatever_its_neighbours():
+    case = make_case([(1, 300), (1, 40), (20, 90)])
+    together = attend(case.query, case.cache, case.batch, scale=0.2, backend="cpu")
+    alone = make_case([(1, 300)])
+    alone.batch.block_table[0] = case.batch.block_table[0, : alone.batch.block_table.shape[1]]
+    result = attend(case.query[:1], case.cache, alone.batch, scale=0.2, backend="cpu")
+    assert torch.allclose(result, together[:1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
+def test_writes_go_to_their_slots_as_they_are(dtype):
+    fused = torch.randn(4, 5, 24).to(dtype)
+    key, value = fused[:, :3], fused[:, 2:]
+    cache = torch.zeros(3, 2, 3, 4, 24, dtype=dtype)
+    write_kv(key, value, cache, torch.tensor([9, -1, 3, 11]), backend="cpu")
+    expected = torch.zeros(3, 2, 3, 4, 24, dtype=dtype)
+    for token, (block, offset) in {0: (2, 1), 2: (0, 3), 3: (2, 3)}.items():
+        expected[block, 0, :, offset], expected[block, 1, :, offset] = key[token], value[token]
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_float8_writes_are_those_of_torch(dtype, head_dim):
+    # Every magnitude that matters: subnormals, ties, what is cut, zeros of both signs.
+    steps = torch.arange(-6, 40 * head_dim - 6) * 2.0**-11
+    key = torch.cat((steps, steps * 300, -steps, -steps * 3e4)).view(-1, 2, head_dim).to(dtype)
+    scales = torch.tensor([[1.0, 0.5], [3.0, 0.01]])
+    results = {}
+    for backend in ("torch", "cpu"):
+        cache = torch.zeros(len(key), 2, 2, 1, head_dim).to(torch.float8_e4m3fn)
+        write_kv(key, key, cache, torch.arange(len(key)), kv_scales=scales, backend=backend)
+        results[backend] = cache.view(torch.uint8)
+    assert torch.equal(results["torch"], results["cpu"])
+
+
+def test_all_float8_codes_are_read_as_torch_reads_them():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = codes.float().isfinite()
+    values = codes.float()[finite]
+    # One key a block, one query that sees it alone: the result is the value.
+    cache = torch.zeros(len(values), 2, 1, 1, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    cache[:, 1] = codes[finite].view(-1, 1, 1, 1).expand(-1, 1, 1, 16)
+    count = len(values)
+    batch = AttentionBatch(
+        query_starts=torch.arange(count + 1, dtype=torch.int32),
+        lengths=torch.ones(count, dtype=torch.int32),
+        block_table=torch.arange(count, dtype=torch.int32).view(-1, 1),
+        slots=torch.full((count,), -1),
+        max_query=1,
+        max_length=1,
+        num_decodes=count,
+    )
+    result = attend(torch.zeros(count, 1, 16), cache, batch, scale=1.0, backend="cpu")
+    assert torch.equal(result[:, 0, 0], values)

@@ -1,0 +1,1 @@
+"""Checks and measurements of the GPU kernels and of the engine on them."""
