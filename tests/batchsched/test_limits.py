@@ -11,6 +11,7 @@ from batchsched import Limits
         ((1, 8, 1), "max_model_len is 1"),
         ((1, 8, 8, -1), "long_prefill_token_threshold is -1"),
         ((1, 8, 8, 0, -0.5), r"headroom is -0\.5"),
+        ((1, 8, 8, 0, 0.5, 0), "stages is 0"),
     ],
 )
 def test_limits_that_no_plan_could_keep(limits, message):

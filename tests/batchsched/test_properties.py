@@ -158,9 +158,10 @@ class Model:
             self.make_way(now)
         budget = self.limits.max_num_batched_tokens
         wanted = []
+        turns = self.turns()
         for each in self.running:
             count = each.expected - each.planned + len(each.drafts)
-            if each.max_drafts and each.expected > each.known:
+            if (each.max_drafts and each.expected > each.known) or each.handle not in turns:
                 count = 0
             count = min(count, self.limits.chunk, budget)
             budget -= count
@@ -178,6 +179,22 @@ class Model:
                 if each.expected == each.target:
                     self.depart(each)
         return ran
+
+    def turns(self):
+        """Handles of the rows that a step may take."""
+        stages = self.limits.stages
+        if stages == 1:
+            return [each.handle for each in self.running]
+        decoding = [each for each in self.running if each.expected - each.planned <= 1]
+        turns = [each.handle for each in self.running if each not in decoding]
+        share = len(decoding) // stages
+        in_flight = [
+            sum(samples and one in self.running for one, samples, _ in flight) for flight in self.flights
+        ]
+        if len([size for size in in_flight if size > share]) < len(decoding) % stages:
+            share += 1
+        ready = [each.handle for each in decoding if each.expected == each.known]
+        return turns + ready[:share]
 
     def make_way(self, now):
         if self.policy.quantum:
@@ -295,8 +312,11 @@ def machine(engine, oracle, policy, memory):
             threshold=st.sampled_from([0, 0, 1, 3]),
             headroom=st.sampled_from([0, 0, 0.5, 2]),
             max_model_len=st.integers(8, 20),
+            stages=st.sampled_from([1, 1, 2, 3]),
         )
-        def start(self, num_blocks, host_blocks, max_num_seqs, budget, threshold, headroom, max_model_len):
+        def start(
+            self, num_blocks, host_blocks, max_num_seqs, budget, threshold, headroom, max_model_len, stages
+        ):
             self.now = 0.0
             self.engine = engine(
                 num_blocks,
@@ -309,6 +329,7 @@ def machine(engine, oracle, policy, memory):
                 max_model_len=max_model_len,
                 long_prefill_token_threshold=threshold,
                 headroom=headroom,
+                stages=stages,
             )
             self.model = None
             if memory != "prefix":
@@ -417,6 +438,10 @@ def machine(engine, oracle, policy, memory):
             assert plan.num_tokens <= limits.max_num_batched_tokens
             assert len(self.engine.runner.rows) <= limits.max_num_seqs
             assert all(plan.counts <= limits.chunk)
+            if limits.stages > 1:
+                *earlier, _ = self.engine.plans if plan.rows.size else [*self.engine.plans, plan]
+                sampling = {row for flight in earlier for row in flight.rows[flight.samples].tolist()}
+                assert not sampling & set(plan.rows.tolist())
             unseen = {handle for handle in self.engine.requests if self.lives(handle)} - self.in_rows()
             assert self.engine.scheduler.load().waiting == len(unseen)
             if policy == "fcfs":

@@ -2,7 +2,8 @@
 
 A module states what must hold on several ranks in functions `ranks_…(comm)`, and has a test that takes
 `check` and `ranks`. Each process runs the functions with its half of the four ranks, whose ranks are then not
-the global ones, with the last three, and with all of them.
+the global ones, with the last three, and with all of them; over gloo, and then over shared memory. Functions
+`ranks_gloo_…` and `ranks_shared_memory_…` are for one of the two.
 """
 
 import json
@@ -32,7 +33,7 @@ class Ranks:
         self._folder = folder
 
     def assert_passed(self, check: str) -> None:
-        size = int(check.partition("[")[2].rstrip("]"))
+        size = int(check.rstrip("]").split()[-1])
         for rank in range(1 if size == 3 else 0, WORLD):
             report = self._folder / f"{rank}.json"
             passed = json.loads(report.read_text()) if report.exists() else []
@@ -53,7 +54,14 @@ class Seat(LocalCommunicator):
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "check" in metafunc.fixturenames:
         names = [name for name in vars(metafunc.module) if name.startswith("ranks_")]
-        metafunc.parametrize("check", [f"{name}[{size}]" for size in (2, 3, WORLD) for name in names])
+        checks = [
+            f"{name}[{kind} {size}]"
+            for kind, others in (("gloo", "ranks_shared_memory"), ("shared_memory", "ranks_gloo"))
+            for size in (2, 3, WORLD)
+            for name in names
+            if not name.startswith(others)
+        ]
+        metafunc.parametrize("check", checks)
 
 
 @pytest.fixture

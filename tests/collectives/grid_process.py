@@ -3,7 +3,7 @@
 usage: grid_process.py RANK TIMEOUT ADDRESS DP,PP,TP [ADDRESS DP,PP,TP]...
 
 For each grid in turn it makes the communicators, and writes a line of JSON with what came of it: for each
-group the sum, the number and the places of its ranks; or the error.
+group the number, the places and the communicator of its ranks; or the error.
 """
 
 import json
@@ -19,7 +19,8 @@ def found(communicators: Communicators, rank: int) -> dict[str, object]:
     report: dict[str, object] = {"interface": os.environ.get("GLOO_SOCKET_IFNAME")}
     for name, comm in communicators._asdict().items():
         members = comm.all_gather(torch.tensor([rank])).tolist()
-        report[name] = {"members": members, "rank": comm.rank, "size": comm.size}
+        kind = type(comm).__name__
+        report[name] = {"members": members, "rank": comm.rank, "size": comm.size, "kind": kind}
         assert comm.all_reduce(torch.tensor([float(rank)])).item() == sum(members)
     report["shared"] = communicators.tp is communicators.world
     return report

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator, Grid, TorchCommunicator
+from collectives import Communicator, Grid, SharedMemoryCommunicator, TorchCommunicator
 
 Check = Callable[[Communicator], None]
 
@@ -26,6 +26,14 @@ def checks(path: str) -> dict[str, Check]:
     return {name: check for name, check in vars(module).items() if name.startswith("ranks_")}
 
 
+def joined(store: dist.Store, ranks: range, rank: int) -> SharedMemoryCommunicator:
+    comm = SharedMemoryCommunicator.join(
+        store, ranks.index(rank), len(ranks), name=f"{ranks.start} to {ranks.stop}", timeout=60
+    )
+    assert comm is not None, "the memory of rank 0 is out of reach"
+    return comm
+
+
 def main(rank: int, world: int, folder: Path, paths: list[str]) -> None:
     torch.set_num_threads(1)
     found = [named for path in paths for named in checks(path).items()]
@@ -33,17 +41,24 @@ def main(rank: int, world: int, folder: Path, paths: list[str]) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     half, _ = dist.new_subgroups_by_enumeration(Grid(dp=2, tp=world // 2).groups("tp"))
     three = dist.new_group([1, 2, 3])
-    communicators = [TorchCommunicator(half), TorchCommunicator()]
+    first = rank // (world // 2) * (world // 2)
+    gloo = [TorchCommunicator(half), TorchCommunicator()]
+    shared = [joined(store, range(first, first + world // 2), rank), joined(store, range(world), rank)]
     if rank > 0:
-        communicators.insert(1, TorchCommunicator(three))
+        gloo.insert(1, TorchCommunicator(three))
+        shared.insert(1, joined(store, range(1, world), rank))
     passed: list[str] = []
     try:
-        for comm in communicators:
-            for name, check in found:
-                check(comm)
-                passed.append(f"{name}[{comm.size}]")
+        for kind, communicators in (("gloo", gloo), ("shared_memory", shared)):
+            for comm in communicators:
+                for name, check in found:
+                    if not name.startswith("ranks_shared_memory" if kind == "gloo" else "ranks_gloo"):
+                        check(comm)
+                        passed.append(f"{name}[{kind} {comm.size}]")
     finally:
         (folder / f"{rank}.json").write_text(json.dumps(passed))
+    for comm in shared:
+        comm.close()
     dist.destroy_process_group()
 
 

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives import Communicator, ExpertDispatcher, ExpertPlacement, LocalCommunicator
+from collectives import (
+    Communicator,
+    ExpertDispatcher,
+    ExpertPlacement,
+    LocalCommunicator,
+    load_placements,
+    save_placements,
+)
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -241,9 +248,30 @@ def test_the_busiest_rank_is_near_the_best_there_is(loads):
 
 def test_a_placement_is_read_as_it_was_written(tmp_path):
     path, placement = tmp_path / "placement.json", ExpertPlacement(3, ((2, 0), (1, 2)))
-    placement.save(path)
+    save_placements(path, [placement])
     assert json.loads(path.read_text()) == {"num_experts": 3, "ranks": [[2, 0], [1, 2]]}
-    assert ExpertPlacement.load(path) == placement
+    assert load_placements(path) == (placement,)
+
+
+def test_a_placement_for_each_layer_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "placement.json"
+    placements = (ExpertPlacement(3, ((2, 0), (1, 2))), ExpertPlacement(3, ((0, 1, 2), ())))
+    save_placements(path, placements)
+    assert json.loads(path.read_text()) == {
+        "num_experts": 3,
+        "layers": [[[2, 0], [1, 2]], [[0, 1, 2], []]],
+    }
+    assert load_placements(path) == placements
+
+
+def test_layers_of_different_numbers_are_refused(tmp_path):
+    path = tmp_path / "placement.json"
+    placements = [ExpertPlacement.even(4, 2), ExpertPlacement.even(4, 1)]
+    with pytest.raises(
+        ValueError, match=r"the same numbers of experts and ranks, got \[\(4, 1\), \(4, 2\)\]"
+    ):
+        save_placements(path, placements)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -254,6 +282,8 @@ def test_a_placement_is_read_as_it_was_written(tmp_path):
         ('{"num_experts": 2, "ranks": [[0, 1, 0]]}', r"rank 0 holds an expert twice: \[0, 1, 0\]"),
         ('{"ranks": [[0]]}', "num_experts"),
         ('{"num_experts": 1, "ranks": [0]}', "not iterable"),
+        ('{"num_experts": 2, "layers": [[[0], [1]], [[0, 1]]]}', "same numbers of experts and ranks"),
+        ('{"num_experts": 2, "layers": []}', "same numbers of experts and ranks"),
         ('[["0"]]', "indices"),
         ("{", "JSONDecodeError"),
     ],
@@ -262,6 +292,6 @@ def test_a_file_that_is_no_placement_is_named_with_the_reason(tmp_path, content,
     path = tmp_path / "placement.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=f"{path} is no expert placement .*{error}"):
-        ExpertPlacement.load(path)
+        load_placements(path)
     with pytest.raises(FileNotFoundError):
-        ExpertPlacement.load(tmp_path / "missing.json")
+        load_placements(tmp_path / "missing.json")

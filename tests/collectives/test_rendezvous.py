@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from collectives import Grid, LocalCommunicator, RendezvousError, connect, make_communicators, rendezvous
 from collectives.deadline import call_within
 from collectives.interfaces import gloo_interface, interface_of, local_address
+from hosts import WHY_NO_HOSTS, can_make_hosts, two_hosts
 
 pytestmark = pytest.mark.xdist_group("rendezvous")
 
@@ -111,6 +111,8 @@ def test_four_processes_get_the_groups_of_a_grid_and_of_another_afterwards():
             for axis in ("world", "tp", "pp", "ep"):
                 place = line[axis]
                 assert place["size"] == len(place["members"])
+                alone = place["size"] == 1
+                assert place["kind"] == ("LocalCommunicator" if alone else "SharedMemoryCommunicator")
 
 
 def test_ranks_that_do_not_arrive_are_named():
@@ -279,63 +281,38 @@ def test_the_interface_is_that_of_the_route(monkeypatch):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-@contextmanager
-def two_hosts():
-    """Two network namespaces with a cable between them: their names and addresses."""
-    names = [f"octavo-{os.getpid()}-{host}" for host in "ab"]
-    addresses = ["10.213.71.1", "10.213.71.2"]
-
-    def ip(*arguments):
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        ip(
-            "-n",
-            names[0],
-            "link",
-            "add",
-            "cable0",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable1",
-            "netns",
-            names[1],
-        )
-        for end, (name, address) in enumerate(zip(names, addresses)):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"cable{end}")
-            for link in (f"cable{end}", "lo"):
-                ip("-n", name, "link", "set", link, "up")
-        yield names, addresses
-
-
-def can_make_hosts():
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    probe = f"octavo-{os.getpid()}-probe"
-    added = subprocess.run(["ip", "netns", "add", probe], capture_output=True, timeout=20)
-    if added.returncode == 0:
-        subprocess.run(["ip", "netns", "del", probe], capture_output=True, timeout=20)
-    return added.returncode == 0
-
-
-@pytest.mark.skipif(not can_make_hosts(), reason="may not make network namespaces")
+@pytest.mark.skipif(not can_make_hosts(), reason=WHY_NO_HOSTS)
 def test_ranks_on_two_hosts_talk_over_the_interface_between_them():
-    with two_hosts() as (names, addresses):
+    with two_hosts() as hosts:
         lines = run_ranks(
             60,
-            f"{addresses[0]}:29555",
+            f"{hosts[0].address}:29555",
             "1,1,3",
             ranks=range(3),
-            prefix=lambda rank: ["ip", "netns", "exec", names[0 if rank < 2 else 1]],
+            prefix=lambda rank: hosts[0 if rank < 2 else 1].prefix,
         )
     assert [of_rank[0].get("tp") for of_rank in lines] == [
-        {"members": [0, 1, 2], "rank": rank, "size": 3} for rank in range(3)
+        {"members": [0, 1, 2], "rank": rank, "size": 3, "kind": "TorchCommunicator"} for rank in range(3)
     ], lines
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason=WHY_NO_HOSTS)
+def test_groups_within_a_host_share_memory_also_when_there_are_several_hosts():
+    with two_hosts() as hosts:
+        lines = run_ranks(
+            60,
+            f"{hosts[0].address}:29556",
+            "1,2,2",
+            ranks=range(4),
+            prefix=lambda rank: hosts[rank // 2].prefix,
+        )
+    for [line] in lines:
+        kinds = {axis: line[axis]["kind"] for axis in ("world", "tp", "pp")}
+        assert kinds == {
+            "world": "TorchCommunicator",
+            "tp": "SharedMemoryCommunicator",
+            "pp": "TorchCommunicator",
+        }
 
 
 def test_a_call_that_ends_in_time_gives_its_result_or_its_error():

@@ -27,7 +27,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         experts = {}
         if case["experts"] is not None:
             ranks = tuple(tuple(held) for held in case["experts"])
-            experts = {"ep": everyone, "placement": ExpertPlacement(case["num_experts"], ranks)}
+            experts = {"ep": everyone, "placements": (ExpertPlacement(case["num_experts"], ranks),)}
         tp = everyone if case["tp"] == world else LocalCommunicator()
         model = load(folder / case["model"], tp, **experts)
         found[name] = {

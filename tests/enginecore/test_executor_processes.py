@@ -1,6 +1,5 @@
 """Worker processes: tensor parallelism gives the tokens of one process, and what a worker refuses is told."""
 
-import random
 from dataclasses import replace
 
 import psutil
@@ -9,9 +8,16 @@ import torch
 from transformers import Qwen2Config
 
 import byte_tokenizer
-from checkpoints import llama_config, mixtral_config, random_sizes, save_random
+from checkpoints import (
+    gemma_config,
+    gpt2_config,
+    llama_config,
+    mixtral_config,
+    random_sizes,
+    save_random,
+)
 from collectives import LocalCommunicator
-from cores import Ask, run, start_core
+from cores import run, start_core
 from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
 from enginecore.core import EngineCore
@@ -20,54 +26,15 @@ from enginecore.executor.choice import make_executor
 from enginecore.model_files import locate
 from enginecore.runner.memory import cache_size
 from enginecore.worker import agreed_size
+from executors import Smaller, assert_same, options, ragged_asks
 from pagedattn import KVLayout
 
-CONFIGS = {"llama": llama_config(), "qwen2 (biases)": Qwen2Config(**random_sizes(initializer_range=0.4))}
-VARIANTS = (
-    {},
-    {"temperature": 0.8},
-    {"temperature": 1.2, "top_p": 0.9, "top_k": 40, "logprobs": 2},
-    {"repetition_penalty": 1.2, "prompt_logprobs": 1},
-    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {65: 3.0}},
-)
-
-
-class Smaller:
-    """An executor of which a core uses only some of the blocks: cheaper than to start another."""
-
-    def __init__(self, executor, *, num_blocks, max_model_len, depth):
-        self._executor = executor
-        self.num_blocks = num_blocks
-        self.max_model_len = max_model_len
-        self.depth = depth
-
-    def __getattr__(self, name):
-        return getattr(self._executor, name)
-
-
-def asks():
-    """Ragged requests with a prefix in common, each of the variants in turn."""
-    rng = random.Random(0)
-    prefix = [rng.randrange(256) for _ in range(20)]
-    return [
-        Ask(
-            prefix + [rng.randrange(256) for _ in range(rng.randint(1, 40))],
-            rng.randint(12, 20),
-            SamplingParams(**{"temperature": 0, **VARIANTS[number % len(VARIANTS)]}),
-            seed=number,
-        )
-        for number in range(6)
-    ]
-
-
-def assert_same(got, expected):
-    for mine, theirs in zip(got, expected, strict=True):
-        assert (mine.tokens, mine.finish) == (theirs.tokens, theirs.finish)
-        for name in ("logprobs", "prompt_logprobs"):
-            ours, others = getattr(mine, name), getattr(theirs, name)
-            assert [(ids, rank) for ids, _, rank in ours] == [(ids, rank) for ids, _, rank in others]
-            for (_, values, _), (_, other_values, _) in zip(ours, others, strict=True):
-                assert values == pytest.approx(other_values, abs=1e-3)
+CONFIGS = {
+    "llama": llama_config(),
+    "qwen2 (biases)": Qwen2Config(**random_sizes(initializer_range=0.4)),
+    "gemma2": gemma_config(2),
+    "gpt2": gpt2_config(),
+}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -79,7 +46,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(model):
-    return run(start_core(model, enable_prefix_caching=False), asks())
+    return run(start_core(model, enable_prefix_caching=False), ragged_asks())
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -93,16 +60,11 @@ def executor(request, model):
     assert not any(process.is_running() for process in processes)
 
 
-def options(model, **more):
-    base = {"model": str(model), "dtype": "float32", "device": "cpu", "num_blocks_override": 128}
-    return make_config({**base, **more})
-
-
 def test_tokens_of_one_process(model, truth, executor):
     config = options(model)
     core = EngineCore(config, executor)
-    assert_same(run(core, asks()), truth)
-    again = run(core, asks())
+    assert_same(run(core, ragged_asks()), truth)
+    again = run(core, ragged_asks())
     assert_same(again, truth)
     assert sum(answer.cached for answer in again) >= 16 * 5  # all but those that asked for prompt logprobs
 
@@ -111,7 +73,7 @@ def test_tokens_of_one_process_in_chunks_and_preempted(model, truth, executor):
     """With two steps under way at once."""
     config = replace(options(model), max_num_batched_tokens=16, max_num_seqs=8)
     core = EngineCore(config, Smaller(executor, num_blocks=5, max_model_len=80, depth=2))
-    assert_same(run(core, asks()), truth)
+    assert_same(run(core, ragged_asks()), truth)
     assert core.stats().preemptions > 0
 
 
@@ -137,7 +99,7 @@ def test_whole_experts_on_each_rank(tmp_path):
     path = save_random(mixtral_config(), tmp_path / "model")
     config = options(path, tensor_parallel_size=2, enable_expert_parallel=True)
     executor = make_executor(config, locate(config.model))
-    assert_same(run(EngineCore(config, executor), asks()), run(start_core(path), asks()))
+    assert_same(run(EngineCore(config, executor), ragged_asks()), run(start_core(path), ragged_asks()))
     executor.shutdown()
 
 
@@ -155,8 +117,12 @@ def test_what_a_rank_refuses(tmp_path):
     ("given", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
-        ({"distributed_executor_backend": "ray"}, "ray is not supported by this version: use mp"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1, got 0"),
+        ({"pipeline_parallel_size": 2, "async_scheduling": False}, "which async_scheduling=false forbids"),
+        (
+            {"distributed_executor_backend": "inproc", "pipeline_parallel_size": 3},
+            "inproc runs 1 rank, and 3",
+        ),
         ({"distributed_executor_backend": "inproc", "tensor_parallel_size": 2}, "inproc runs 1 rank, and 2"),
         ({"device": "cuda:1", "tensor_parallel_size": 2}, "device=cuda:1 is one device, and 2 ranks"),
         ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds must be finite"),

@@ -17,7 +17,7 @@ from enginecore.executor.wire import (
     encode_message,
     encode_step,
 )
-from enginecore.runner.step import BlockCopies, PositionLogprobs, RowStart, StepOutput
+from enginecore.runner.step import BlockCopies, PositionLogprobs, RowStart, SampledTokens, StepOutput
 from enginecore.sampling.params import SamplingParams
 from steps import decode_only, ids
 
@@ -44,7 +44,9 @@ def test_a_step_with_everything():
     params = SamplingParams(temperature=0.5, logit_bias={3: -1.5}, stop=["x"], logprobs=2, seed=-1)
     start = RowStart(3, ids(1, 2, 3), 3, params, (5, 6), ((1, 2), (3,)), -(2**63), 0)
     copies = BlockCopies(*(ids(i, i + 1) for i in range(6)))
-    step = decode_only(3)._replace(started=[start, start._replace(seed=2**63 - 1)], copies=copies)
+    sampled = SampledTokens(ids(0, 2), ids(7, 8), ids(100, 101))
+    started = [start, start._replace(seed=2**63 - 1)]
+    step = decode_only(3)._replace(started=started, copies=copies, sampled=sampled)
     assert_equal(decode_step(encode_step(step)), step)
 
 

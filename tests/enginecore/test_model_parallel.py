@@ -135,7 +135,7 @@ def test_loads_count_each_token_once_with_expert_parallelism(ranks):
 
 def test_a_placement_for_another_model_is_refused(folder):
     with pytest.raises(ModelError, match="the placement is for 4 experts, and the model has 5"):
-        load(folder / "mixtral", ep=LocalCommunicator(), placement=ExpertPlacement.even(4, 1))
+        load(folder / "mixtral", ep=LocalCommunicator(), placements=(ExpertPlacement.even(4, 1),))
 
 
 def test_more_ranks_than_heads_can_serve_are_refused(folder):
@@ -147,7 +147,7 @@ def test_more_ranks_than_heads_can_serve_are_refused(folder):
 
 def test_a_placement_for_other_ranks_is_refused(folder):
     with pytest.raises(ModelError, match="the placement is for 2 ranks, and the group has 1"):
-        load(folder / "mixtral", ep=LocalCommunicator(), placement=ExpertPlacement.even(5, 2))
+        load(folder / "mixtral", ep=LocalCommunicator(), placements=(ExpertPlacement.even(5, 2),))
 
 
 def test_expert_parallelism_needs_a_placement(folder):

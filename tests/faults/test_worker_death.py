@@ -63,6 +63,13 @@ def test_a_killed_worker(options, phase, victim):
     assert f"rank {victim} of {RANKS} (process {pid}) was killed by signal 9 (Killed)" in message
 
 
+@pytest.mark.parametrize(("phase", "victim"), [("decode", 1), slow("prefill", 0), slow("idle", 0)])
+def test_a_killed_stage(options, phase, victim):
+    stages = {**options, "tensor_parallel_size": 1, "pipeline_parallel_size": RANKS}
+    message, pid = asyncio.run(killed(stages, phase, victim))
+    assert f"rank {victim} of {RANKS} (process {pid}) was killed by signal 9 (Killed)" in message
+
+
 @pytest.mark.parametrize("phase", ["decode", slow("load"), slow("prefill")])
 def test_a_killed_core(options, phase):
     message, _ = asyncio.run(killed(options, phase, "core"))

@@ -1,6 +1,7 @@
 """Steps that were planned and whose results are not known yet."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,10 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """Those in flight, the oldest first."""
+        return iter(self._flights)
 
     def launch(self, batch: Batch, samples: NDArray[np.bool_], num_drafts: NDArray[np.int32] | None) -> None:
         """Number the step. `num_drafts` is int32 [n], or None if nobody has drafts."""

@@ -15,6 +15,8 @@ class Limits:
     headroom: blocks that an admission leaves free for each running row; 0.5 leaves one for two rows. Rows
         take a block every block_size steps: without slack the newcomer is soon preempted for them, and its
         prefill was in vain.
+    stages: steps that run at once, each in another stage of a pipeline. With more than one, no step takes a
+        row whose newest token is not known yet, and rows that decode are spread over so many steps.
     """
 
     max_num_seqs: int
@@ -22,6 +24,7 @@ class Limits:
     max_model_len: int
     long_prefill_token_threshold: int = 0
     headroom: float = 0.5
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -41,6 +44,8 @@ class Limits:
             )
         if self.headroom < 0:
             raise ValueError(f"headroom is {self.headroom}: an admission leaves 0 or more blocks a row free")
+        if self.stages < 1:
+            raise ValueError(f"stages is {self.stages}: a pipeline has at least 1")
 
     @property
     def chunk(self) -> int:

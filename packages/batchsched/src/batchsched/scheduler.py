@@ -19,6 +19,7 @@ from batchsched.preemption import Preemption, Recompute
 from batchsched.request import Request
 from batchsched.rows import Rows
 from batchsched.shortage import relieve, who_makes_way
+from batchsched.stages import in_turn
 from batchsched.waiting import Entry, WaitingQueue
 
 
@@ -233,10 +234,13 @@ class Scheduler:
         return self.memory.fits(entry.prefix, entry.tokens.size, reserve)
 
     def _wanted(self) -> Batch:
-        """All that the rows in line have not run yet, in chunks."""
+        """All that the rows in line have not run yet, in chunks; with stages, of those whose turn it is."""
         line = self._rows.line
         starts = self._rows.planned[line]
         counts = self._rows.expected[line] - starts
+        if self.limits.stages > 1:
+            turns = in_turn(self._rows, counts, self._flights, self.limits.stages)
+            line, starts, counts = line[turns], starts[turns], counts[turns]
         if not self._rows.speculating:
             return Batch(line, starts, np.minimum(counts, self.limits.chunk))
         counts = self._rows.with_drafts(line, counts)

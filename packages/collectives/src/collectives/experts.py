@@ -1,9 +1,6 @@
-"""Experts spread over ranks: where each is, and how tokens get there and back."""
+"""Experts spread over ranks: how tokens get to them and back."""
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,146 +8,9 @@ from torch import Tensor
 
 from collectives.communicator import Communicator
 from collectives.layers import Device
-from collectives.sharding import shard
+from collectives.placement import ExpertPlacement
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertPlacement:
-    """Which experts each rank holds, by id from 0, in the order in which it holds them.
-
-    An expert may have copies on several ranks, but not two on one. Ranks may hold different numbers.
-
-    Raises ValueError when an id is out of range, an expert is nowhere, or is twice on a rank.
-    """
-
-    num_experts: int
-    ranks: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        for rank, held in enumerate(self.ranks):
-            outside = [expert for expert in held if not 0 <= expert < self.num_experts]
-            if outside:
-                raise ValueError(f"rank {rank} holds {outside}, but experts are 0 to {self.num_experts - 1}")
-            if len(set(held)) != len(held):
-                raise ValueError(f"rank {rank} holds an expert twice: {list(held)}")
-        homeless = sorted(set(range(self.num_experts)) - {e for held in self.ranks for e in held})
-        if homeless:
-            raise ValueError(f"no rank of {len(self.ranks)} holds the experts {homeless}")
-
-    @classmethod
-    def even(cls, num_experts: int, ranks: int) -> "ExpertPlacement":
-        """One copy of each, in order, cut as evenly as they come: the first ranks may hold one more."""
-        cuts = [shard(num_experts, ranks, rank) for rank in range(ranks)]
-        return cls(num_experts, tuple(tuple(range(cut.start, cut.stop)) for cut in cuts))
-
-    @classmethod
-    def balanced(cls, loads: Sequence[float], ranks: int, redundant: int = 0) -> "ExpertPlacement":
-        """Place experts of measured `loads`, and `redundant` copies more, so that no rank has much to do.
-
-        A copy at a time goes to the expert with most load on each of its copies; then the copies are put on
-        ranks, heaviest first, each where the load is least and there is room, and at last exchanged for as
-        long as that helps the busiest rank. Every rank holds equally many, or one more than others when they
-        do not divide. This is the idea of DeepSeek-V3's expert load
-        balancing (arXiv 2412.19437, section 3.4), without its groups of experts and nodes.
-
-        Raises ValueError when a load is negative, or not every copy can have a rank of its own.
-        """
-        if min(loads, default=0.0) < 0:
-            raise ValueError(f"loads must not be negative, got {min(loads)}")
-        copies = _copies(loads, ranks, redundant)
-        shares = [load / count for load, count in zip(loads, copies)]
-        room = [shard(sum(copies), ranks, rank).size for rank in range(ranks)]
-        held: list[list[int]] = [[] for _ in range(ranks)]
-        for expert in sorted(range(len(loads)), key=lambda expert: (-shares[expert], expert)):
-            for _ in range(copies[expert]):
-                _place(expert, held, room, shares)
-        _level(held, shares)
-        return cls(len(loads), tuple(tuple(sorted(experts)) for experts in held))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "ExpertPlacement":
-        """Read the JSON that `save` writes. ValueError, which names the file, when it is not that."""
-        try:
-            content = json.loads(Path(path).read_text())
-            return cls(int(content["num_experts"]), tuple(tuple(map(int, held)) for held in content["ranks"]))
-        except (ValueError, TypeError, KeyError) as error:
-            form = '{"num_experts": N, "ranks": [[experts of rank 0], …]}'
-            raise ValueError(f"{path} is no expert placement {form}: {error!r}") from error
-
-    def save(self, path: str | Path) -> None:
-        """Write {"num_experts": N, "ranks": [[experts of rank 0], [experts of rank 1], …]}."""
-        Path(path).write_text(json.dumps({"num_experts": self.num_experts, "ranks": self.ranks}) + "\n")
-
-    def local(self, rank: int) -> tuple[int, ...]:
-        """The experts of one rank, in the order of its weights."""
-        return self.ranks[rank]
-
-    @property
-    def num_physical(self) -> int:
-        """The number of experts with all their copies."""
-        return sum(map(len, self.ranks))
-
-
-def _copies(loads: Sequence[float], ranks: int, redundant: int) -> list[int]:
-    """How many copies each expert gets."""
-    experts = len(loads)
-    if redundant < 0 or experts + redundant > experts * ranks:
-        raise ValueError(
-            f"{experts} experts on {ranks} ranks can have 0 to {experts * (ranks - 1)} redundant copies, "
-            f"got {redundant}"
-        )
-    copies = [1] * experts
-    for _ in range(redundant):
-        candidates = [expert for expert in range(experts) if copies[expert] < ranks]
-        copies[max(candidates, key=lambda expert: (loads[expert] / copies[expert], -copies[expert]))] += 1
-    return copies
-
-
-def _place(expert: int, held: list[list[int]], room: Sequence[int], shares: Sequence[float]) -> None:
-    """Put a copy of `expert` on the least loaded rank that has room and no copy yet."""
-
-    def load(rank: int) -> float:
-        return sum(shares[other] for other in held[rank])
-
-    spare = [rank for rank in range(len(held)) if len(held[rank]) < room[rank]]
-    free = [rank for rank in spare if expert not in held[rank]]
-    if free:
-        held[min(free, key=load)].append(expert)
-        return
-    # Only ranks that have a copy have room. A rank without one is full of experts, of which at least one is
-    # not on the rank with room, as that holds no more and one of them is `expert`: that one moves over.
-    target = min(spare, key=load)
-    moves = [
-        (shares[other], rank, other)
-        for rank in range(len(held))
-        if expert not in held[rank]
-        for other in held[rank]
-        if other not in held[target]
-    ]
-    _, rank, other = min(moves)
-    held[rank][held[rank].index(other)] = expert
-    held[target].append(other)
-
-
-def _level(held: list[list[int]], shares: Sequence[float]) -> None:
-    """Exchange experts of the busiest rank for lighter ones of another, while that makes it less busy."""
-    while True:
-        loads = [sum(shares[expert] for expert in experts) for experts in held]
-        busiest = max(range(len(held)), key=loads.__getitem__)
-        exchanges = [
-            (max(loads[busiest] - less, loads[rank] + less), rank, mine, theirs)
-            for rank in range(len(held))
-            for mine in set(held[busiest]) - set(held[rank])
-            for theirs in set(held[rank]) - set(held[busiest])
-            if (less := shares[mine] - shares[theirs]) > 0
-        ]
-        after, rank, mine, theirs = min(exchanges, default=(loads[busiest], 0, 0, 0))
-        if after >= loads[busiest] * (1 - 1e-9):
-            return
-        held[busiest][held[busiest].index(mine)] = theirs
-        held[rank][held[rank].index(theirs)] = mine
 
 
 class _Routing(NamedTuple):

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from collectives.deadline import call_within
 from collectives.grid import Grid
 from collectives.interfaces import gloo_interface
 from collectives.nccl import NcclCommunicator
+from collectives.shared_memory import SharedMemoryCommunicator
 from collectives.torch_communicator import TorchCommunicator
 
 Backend = Literal["gloo", "nccl"]
@@ -50,12 +52,12 @@ def make_communicators(
 
     Every rank calls this with the same grid, address and backend. `address` is "host:port" ("[host]:port" for
     IPv6): rank 0 listens there, on that host's address only, and the others may come first. "gloo" carries
-    CPU tensors, over the interface that leads to `address` unless GLOO_SOCKET_IFNAME names one; its groups
-    are those of torch.distributed, which nobody else may have initialised. "nccl" carries tensors of the CUDA
-    device that is current on this thread.
+    CPU tensors: groups on one host use memory that they share, others gloo's over the interface that leads to
+    `address` unless GLOO_SOCKET_IFNAME names one; these are groups of torch.distributed, which nobody else
+    may have initialised. "nccl" carries tensors of the CUDA device that is current on this thread.
 
     `timeout` is in seconds: for the meeting, for each group that is made after it, and later for each
-    operation of gloo. A grid of one rank meets nobody and looks at no address.
+    operation of "gloo". A grid of one rank meets nobody and looks at no address.
 
     Raises ValueError for arguments that cannot be, and RendezvousError when a rank does not arrive in time
     (the error names it), when the address cannot be reached or listened on, or when the ranks disagree.
@@ -169,14 +171,22 @@ def _who_is_missing(store: dist.Store, rank: int, size: int, address: str, timeo
 def _gloo_groups(store: dist.Store, grid: Grid, rank: int, address: str, timeout: float) -> Communicators:
     limit = timedelta(seconds=timeout)
 
+    def share(ranks: Sequence[int]) -> Communicator | None:
+        name = ",".join(map(str, ranks))
+        return SharedMemoryCommunicator.join(store, ranks.index(rank), len(ranks), name=name, timeout=timeout)
+
     def make(ranks: Sequence[int]) -> Communicator:
         if len(ranks) == grid.size:
-            return TorchCommunicator()
-        return TorchCommunicator(dist.new_group(list(ranks), limit, "gloo", use_local_synchronization=True))
+            return TorchCommunicator() if world is None else world
+        return share(ranks) or TorchCommunicator(
+            dist.new_group(list(ranks), limit, "gloo", use_local_synchronization=True)
+        )
 
     try:
-        with gloo_interface(*_split(address)):
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=grid.size, timeout=limit)
+        world = share(range(grid.size))
+        with gloo_interface(*_split(address)) if world is None else nullcontext():
+            if world is None:
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=grid.size, timeout=limit)
             made = _groups(grid, rank, make)
         made.world.barrier()  # from here on nobody needs the store, and rank 0 may leave
     except BaseException:

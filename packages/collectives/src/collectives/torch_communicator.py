@@ -17,6 +17,7 @@ from collectives.arguments import (
     scatter_sizes,
 )
 from collectives.communicator import ReduceOp
+from collectives.sharding import shard
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _GLOO_DTYPES = frozenset(
@@ -34,12 +35,17 @@ _GLOO_DTYPES = frozenset(
 )
 
 
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_SMALL = 1 << 17
+"""Bytes up to which gloo gathers tensors faster than it reduces them."""
+
+
 class TorchCommunicator:
     """A torch.distributed process group: gloo for CPU tensors, nccl for CUDA tensors.
 
     Ranks are numbered within the group. A rank that dies or never calls makes the others raise
-    RuntimeError, at the latest after the group's timeout. Half-precision reductions are done by the backend
-    in the tensor's own dtype, rounding at each step; `reduce_scatter` sums in fp32.
+    RuntimeError, at the latest after the group's timeout. Half-precision sums are in float32 and rounded
+    once, but for `reduce`, and for `all_reduce` over nccl, which round at each step.
 
     Raises ValueError when this process is not in `group`. Arguments are checked before anything is sent:
     ValueError for shapes, sizes and ranks that do not fit, TypeError for a dtype that gloo cannot carry.
@@ -56,7 +62,14 @@ class TorchCommunicator:
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         self._check_in_place(x)
-        dist.all_reduce(x, _torch_op(op), group=self._group)
+        reduce = _torch_op(op)
+        if self._gloo and op == "sum" and x.nbytes <= _SMALL:
+            return x.copy_(self.all_gather(x.unsqueeze(0)).sum(0, dtype=x.dtype))
+        if self._gloo and op == "sum" and x.dtype in _HALVES:
+            sizes = [shard(x.numel(), self.size, rank).size for rank in range(self.size)]
+            part = self.reduce_scatter(x.view(-1), sizes)
+            return x.copy_(self.all_gather(part, 0, sizes).view(x.shape))
+        dist.all_reduce(x, reduce, group=self._group)
         return x
 
     def all_gather(

@@ -1,6 +1,7 @@
 """Start an engine core as a process of its own and talk to it. Needs no torch."""
 
 import asyncio
+import logging
 import os
 import shutil
 import subprocess
@@ -29,7 +30,8 @@ class CoreProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         self.address = f"ipc://{self._folder}/core"
         self._serving = False
-        settings = {"config": config, "address": self.address}
+        level = logging.getLogger("enginecore").getEffectiveLevel()
+        settings = {"config": config, "address": self.address, "log_level": level}
         # A session of its own, so that Ctrl-C in a terminal reaches the front-end alone, which then decides.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "enginecore.core_process"],

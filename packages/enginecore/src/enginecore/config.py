@@ -56,10 +56,15 @@ class EngineConfig:
     swap_space: float = option(0.0, "GiB of host memory for swapped and evicted KV cache blocks")
 
     tensor_parallel_size: int = option(1, "ranks that share every layer, each with a device of its own")
-    pipeline_parallel_size: int = option(1, "stages of layers; only 1 is supported by this version")
+    pipeline_parallel_size: int = option(1, "stages that each have some of the layers")
     enable_expert_parallel: bool = option(False, "whole experts on each rank rather than slices of all")
+    expert_placement: str | None = option(
+        None, "JSON file that says which ranks hold which experts; default: each on one, evenly"
+    )
     distributed_executor_backend: Literal["inproc", "mp", "ray"] | None = option(
-        None, "where workers run; default: inproc with one rank, mp (processes of this host) with several"
+        None,
+        "where workers run; default: inproc with one rank, mp (processes of this host) with several; "
+        "ray: on the nodes of a Ray cluster",
     )
     distributed_timeout_seconds: float = option(300.0, "longest wait of one rank for another")
     async_scheduling: bool | None = option(
@@ -94,18 +99,21 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _check_parallel(self) -> None:
-        if self.pipeline_parallel_size > 1:
+        if self.expert_placement is not None and not self.enable_expert_parallel:
             raise ConfigError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} is not supported by this version, "
-                "only 1; tensor_parallel_size spreads a model"
+                f"expert_placement={self.expert_placement} places whole experts: "
+                "it needs enable_expert_parallel"
+            )
+        if self.pipeline_parallel_size > 1 and self.async_scheduling is False:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} has a step under way in each stage, "
+                "which async_scheduling=false forbids: leave that out"
             )
         if not 0 < self.distributed_timeout_seconds < float("inf"):
             raise ConfigError(
                 "distributed_timeout_seconds must be finite and more than 0, "
                 f"got {self.distributed_timeout_seconds}"
             )
-        if self.distributed_executor_backend == "ray":
-            raise ConfigError("distributed_executor_backend=ray is not supported by this version: use mp")
         if self.world_size == 1:
             return
         if self.distributed_executor_backend == "inproc":

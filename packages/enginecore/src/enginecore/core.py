@@ -25,7 +25,14 @@ from batchsched import (
 from enginecore.config import EngineConfig
 from enginecore.executor.executor import Executor
 from enginecore.messages import AddRequest, EngineStats, Outputs, Ready, TokenLogprobs, tokens_from_bytes
-from enginecore.runner.step import BlockCopies, PositionLogprobs, RowStart, StepInput, StepOutput
+from enginecore.runner.step import (
+    BlockCopies,
+    PositionLogprobs,
+    RowStart,
+    SampledTokens,
+    StepInput,
+    StepOutput,
+)
 from kvblocks import PagedMemory
 
 _NUMBER_BITS = 40
@@ -83,10 +90,13 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=executor.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            stages=config.pipeline_parallel_size,
         )
         preemption = Swap() if config.preemption_mode == "swap" else Recompute()
         self._scheduler = Scheduler(limits, self._memory, _policy(config), preemption)
         self._in_flight: deque[StepPlan] = deque()
+        self._sampled: list[tuple[StepPlan, np.ndarray]] = []
+        """What was sampled since the last step was submitted, where the first stage does not know it."""
         self._live: dict[int, _Live] = {}
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
         self._refused: dict[int, dict[int, str]] = {}
@@ -139,18 +149,26 @@ class EngineCore:
 
     def step(self) -> dict[int, Outputs]:
         """Plan and start what fits, wait for the oldest step, and return each client's outputs."""
+        self._start_steps()
+        if not self._in_flight:
+            return self._deliver(None)
+        plan = self._in_flight.popleft()
+        result = self._executor.collect()
+        committed = self._scheduler.commit(StepResult(plan.step, result.tokens))
+        emitted = self._emitted(plan, result, committed)
+        if self._scheduler.limits.stages > 1:
+            self._sampled.append((plan, result.tokens))
+            # Now, as the first stage has nothing to do while the outputs are delivered.
+            self._start_steps()
+        return self._deliver(emitted)
+
+    def _start_steps(self) -> None:
         while len(self._in_flight) < self._executor.depth:
             plan = self._scheduler.plan()
             if not len(plan.rows):
                 break
             self._executor.submit(self._step_input(plan))
             self._in_flight.append(plan)
-        if not self._in_flight:
-            return self._deliver(None)
-        plan = self._in_flight.popleft()
-        result = self._executor.collect()
-        committed = self._scheduler.commit(StepResult(plan.step, result.tokens))
-        return self._deliver(self._emitted(plan, result, committed))
 
     def check(self) -> None:
         """Walk the memory's invariants; raises when a block is lost or owned twice."""
@@ -170,6 +188,10 @@ class EngineCore:
             generation_tokens=self._counters.generation_tokens,
             step_tokens=self._counters.step_tokens,
         )
+
+    def expert_loads(self) -> np.ndarray | None:
+        """Return how many tokens went to each expert; see `Executor.expert_loads`."""
+        return self._executor.expert_loads()
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -219,7 +241,17 @@ class EngineCore:
             block_indices=changes.indices,
             block_ids=changes.blocks,
             copies=BlockCopies(*copies.out, *copies.in_, *copies.copy) if copies.num_blocks else None,
+            sampled=self._drain_sampled(),
         )
+
+    def _drain_sampled(self) -> SampledTokens | None:
+        sampled, self._sampled = self._sampled, []
+        if not sampled:
+            return None
+        columns = [
+            (plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples], ids) for plan, ids in sampled
+        ]
+        return SampledTokens(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
 
     def _emitted(self, plan: StepPlan, result: StepOutput, committed: Committed) -> _Emitted:
         counters = self._counters

@@ -46,6 +46,8 @@ class CoreSettings(msgspec.Struct):
     config: EngineConfig
     address: str
     """ZMQ endpoint to bind."""
+    log_level: int = logging.WARNING
+    """What the front-end logs of this package, this process writes to standard error."""
 
 
 class CoreServer:
@@ -114,6 +116,7 @@ def main() -> int:
     if not line:
         return 0
     settings = msgspec.json.decode(line, type=CoreSettings)
+    logging.basicConfig(level=settings.log_level, format="%(levelname)s %(name)s: %(message)s")
     # A parent that was killed leaves its folder behind.
     folder = Path(settings.address.removeprefix("ipc://")).parent
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))

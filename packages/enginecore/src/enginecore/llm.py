@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from enginecore.config import make_config
 from enginecore.engine import LLMEngine
@@ -67,6 +68,13 @@ class LLM:
             if count == 1:
                 raise
             raise RequestError(f"prompt {index}: {error}", error.param) from error
+
+    def expert_loads(self) -> np.ndarray | None:
+        """Return how many tokens went to each expert since the start, int64 [layers with experts, experts].
+
+        None for a model without experts. `tools/expert_placement.py` makes a placement of these counts.
+        """
+        return self.engine.core.expert_loads()
 
     def shutdown(self) -> None:
         """Give the model's memory back."""

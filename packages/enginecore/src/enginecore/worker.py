@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from collectives import Communicator, Communicators, ExpertPlacement, LocalCommunicator
+from collectives import Communicator, Communicators, LocalCommunicator
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.model_files import ModelFiles
 from enginecore.models.decoder import Decoder
 from enginecore.models.families import decoder_spec
 from enginecore.models.loading import load_decoder, storage_dtype
+from enginecore.models.parallel import expert_placements
 from enginecore.models.spec import DecoderSpec
+from enginecore.models.stages import split_layers
 from enginecore.runner.memory import CacheSize, cache_size, cpu_bytes, cuda_bytes
 from enginecore.runner.runner import PendingOutput, Runner
 from enginecore.runner.step import StepInput
@@ -63,10 +66,14 @@ class Worker:
         self.vocab_size = spec.vocab_size
         self.is_output = comms.tp.rank == 0 and comms.pp.rank == comms.pp.size - 1
         """Whether this rank, of all, has the results of steps."""
+        self._comms = comms
+        # With whole experts each rank counts tokens of its own, with slices every rank of tp the same ones.
+        self._counts_loads = config.enable_expert_parallel or comms.tp.rank == 0
         self._model = load_decoder(
             files,
             comms.tp,
             **_expert_parallel(config, spec, comms),
+            layers=split_layers(spec, comms.pp.size)[comms.pp.rank],
             dtype=self.dtype,
             device=self.device,
             max_positions=min(limit, spec.max_position),
@@ -77,6 +84,7 @@ class Worker:
         )
         comms.world.barrier()  # so that what others still load does not count as free
         available = self._available(config, layout, local_size)
+        self._model.reset_expert_loads()  # what was run to measure memory does not count
         own = cache_size(config, layout, spec.max_position, available)
         self.size = agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
         self.window = _common_window(spec.windows)
@@ -86,6 +94,8 @@ class Worker:
             allocate(layout, self.size.num_blocks, self.device),
             allocate(layout, host_blocks, "cpu") if host_blocks else None,
             comms.tp,
+            comms.pp,
+            dtype=self.dtype,
             max_rows=config.max_num_seqs,
             max_len=self.size.max_model_len + 1,
         )
@@ -95,10 +105,26 @@ class Worker:
         """Start a step; see `Runner.run`."""
         return self._runner.run(step)
 
+    def expert_loads(self) -> np.ndarray | None:
+        """Return how many tokens went to each expert, over all ranks, which must all call this.
+
+        int64 [layers with experts, experts], since the start; None for a model without experts.
+        """
+        experts = self._model.spec.experts
+        if experts is None:
+            return None
+        layers = sorted(experts.layers)
+        total = torch.zeros(len(layers), experts.count, dtype=torch.int64, device=self.device)
+        own = self._model.expert_loads()
+        if own is not None and self._counts_loads:
+            total[[index for index, layer in enumerate(layers) if layer in self._model.held]] = own
+        return self._comms.world.all_reduce(total).cpu().numpy()
+
     def _available(self, config: EngineConfig, layout: KVLayout, local_size: int) -> int:
         if self.device.type == "cpu":
             return cpu_bytes(config, local_size)
-        return cuda_bytes(config, self.device, _peak_bytes(self._model, config, layout, self.device))
+        peak = _peak_bytes(self._model, config, layout, self.dtype, self.device)
+        return cuda_bytes(config, self.device, peak)
 
 
 def agreed_size(
@@ -119,9 +145,7 @@ def agreed_size(
 def _expert_parallel(config: EngineConfig, spec: DecoderSpec, comms: Communicators) -> dict[str, Any]:
     if not config.enable_expert_parallel:
         return {}
-    if spec.experts is None:
-        raise ConfigError("enable_expert_parallel: the model has no experts")
-    return {"ep": comms.ep, "placement": ExpertPlacement.even(spec.experts.count, comms.ep.size)}
+    return {"ep": comms.ep, "placements": expert_placements(spec, comms.ep.size, config.expert_placement)}
 
 
 def _common_window(windows: tuple[int | None, ...]) -> int | None:
@@ -192,11 +216,14 @@ def _cpu_flags() -> set[str]:
 
 
 @torch.inference_mode()
-def _peak_bytes(model: Decoder, config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+def _peak_bytes(
+    model: Decoder, config: EngineConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
+) -> int:
     """Run one full step on a single spare block and return the most memory that was in use."""
     count = config.max_num_batched_tokens
     cache = allocate(layout, 1, device)
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    inputs = zeros if model.first else torch.zeros(count, model.spec.hidden_size, dtype=dtype, device=device)
     batch = AttentionBatch(
         query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
         lengths=torch.ones(count, dtype=torch.int32, device=device),
@@ -207,7 +234,8 @@ def _peak_bytes(model: Decoder, config: EngineConfig, layout: KVLayout, device: 
         num_decodes=count,
     )
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = model(zeros, zeros, cache, batch)
-    model.logits(hidden[: min(count, config.max_num_seqs)]).float().log_softmax(-1)
+    hidden = model(inputs, zeros, cache, batch)
+    if model.last:
+        model.logits(hidden[: min(count, config.max_num_seqs)]).float().log_softmax(-1)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)

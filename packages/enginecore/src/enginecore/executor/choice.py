@@ -12,9 +12,10 @@ def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
     """Start the workers and return once they are ready.
 
     Raises:
-        ConfigError: a device is not there, the cache does not fit, or the system is not Linux.
+        ConfigError: a device is not there, the cache does not fit, the system is not Linux, Ray is asked for
+            and not installed, or its cluster does not answer or has too few devices.
         ModelError: the checkpoint cannot be loaded.
-        WorkerDied: a worker process ended while it started.
+        EngineDeadError: a worker process ended while it started.
     """
     backend = config.distributed_executor_backend or ("inproc" if config.world_size == 1 else "mp")
     if backend == "inproc":
@@ -24,6 +25,16 @@ def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
     if sys.platform != "linux":
         raise ConfigError(f"worker processes need Linux, this is {sys.platform}: use one rank, inproc")
     from enginecore.executor.distributed import DistributedExecutor
+
+    if backend == "ray":
+        from enginecore.executor.ray_cluster import RayWorkers
+
+        workers = RayWorkers(config)
+        try:
+            return DistributedExecutor(workers.config, files, workers.launch, workers.placement)
+        except BaseException:
+            workers.close()
+            raise
     from enginecore.executor.processes import start_processes
 
     return DistributedExecutor(config, files, start_processes)

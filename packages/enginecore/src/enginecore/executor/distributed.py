@@ -1,14 +1,13 @@
 """Several workers that run every step together, each in a process of its own.
 
-How workers are started is left to a `Launch`; how they are spoken to is here. Steps go to all of them
-through one ring in shared memory; each answers on a descriptor of its own, and of the results of a step one
-rank's are enough. A worker that ends takes the executor with it: the others wait for it in the middle of a
-step.
+How workers are started is left to a `Launch`, and where to a `Placement`; how they are spoken to is here.
+Steps go to all of them at once, see `executor.steps`; each answers on a descriptor of its own, and of the
+results of a step one rank's are enough. A worker that ends takes the executor with it: the others wait for
+it in the middle of a step.
 """
 
 import logging
 import selectors
-import socket
 import time
 import weakref
 from collections import deque
@@ -16,27 +15,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, NoReturn, Protocol
 
+import numpy as np
+
 from collectives import Grid
-from collectives.ring import RingBroadcast, RingError
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
 from enginecore.executor.executor import depth
+from enginecore.executor.placement import Placement, on_this_host
+from enginecore.executor.steps import StepsStuck, StepWriter
 from enginecore.executor.wire import (
+    ExpertLoads,
     Failure,
     Loaded,
     Progress,
+    ReportExpertLoads,
     StepDone,
     WorkerMessage,
     WorkerSettings,
     encode_step,
 )
 from enginecore.model_files import ModelFiles
+from enginecore.models.families import decoder_spec
 from enginecore.runner.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
-_STEPS_RING = 16 << 20
-"""Bytes: some hundred steps in which rows only decode, or a step with millions of prompt tokens."""
 _TO_END = 3.0
 """Seconds that workers have to end by themselves."""
 _GRACE = 0.3
@@ -89,20 +92,31 @@ Launch = Callable[[Sequence[WorkerSettings]], Sequence[WorkerHandle]]
 class DistributedExecutor:
     """Runs steps on all ranks of a grid."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, launch: Launch) -> None:
-        """Start the workers and return when all are ready.
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, launch: Launch, placement: Placement | None = None
+    ) -> None:
+        """Start the workers and return when all are ready; without a `placement`, on this host.
 
         Raises:
+            ConfigError: there are more stages than layers.
             ConfigError, ModelError: a worker refused to start; the message is its own, with its rank.
             WorkerDied: a worker ended.
         """
+        _check_stages(config, files)
         self._grid = Grid(pp=config.pipeline_parallel_size, tp=config.tensor_parallel_size)
         self._timeout = config.distributed_timeout_seconds
-        self._ring = RingBroadcast(self._grid.size, _STEPS_RING)
+        self._placement = placement or on_this_host(self._grid.size)
+        seats = self._placement.seats
+        self._steps = StepWriter(
+            sum(seat.near for seat in seats),
+            [seat.link for seat in seats if seat.link is not None and not seat.near],
+            self._timeout,
+        )
         self._selector = selectors.DefaultSelector()
         self._loaded: dict[int, Loaded] = {}
         self._failures: dict[int, Failure] = {}
         self._outputs: deque[StepOutput] = deque()
+        self._loads: ExpertLoads | None = None
         self._error: OctavoError | None = None
         self._workers: Sequence[WorkerHandle] = ()
         try:
@@ -115,7 +129,7 @@ class DistributedExecutor:
             self.shutdown()
             raise
         # An executor that is dropped, or left to the end of the program, ends its workers too.
-        weakref.finalize(self, _end, self._workers, self._ring, _TO_END)
+        weakref.finalize(self, _end, self._workers, self._steps, _TO_END)
         facts = self._loaded[0]
         self.num_blocks = facts.num_blocks
         self.host_blocks = facts.host_blocks
@@ -140,13 +154,7 @@ class DistributedExecutor:
 
     def submit(self, step: StepInput) -> None:
         """Hand a step to the workers."""
-        if self._error is not None:
-            raise self._error
-        try:
-            self._ring.write(encode_step(step), self._timeout)
-        except RingError as error:
-            self._listen(1.0)
-            self._fail(EngineDeadError(f"the workers take no steps: {error}"))
+        self._write(step)
 
     def collect(self) -> StepOutput:
         """Wait for the oldest step under way and return its results."""
@@ -154,15 +162,23 @@ class DistributedExecutor:
             self._listen(None)
         return self._outputs.popleft()
 
+    def expert_loads(self) -> np.ndarray | None:
+        """Ask the workers, and wait until they have done the steps submitted before."""
+        self._loads = None
+        self._write(ReportExpertLoads())
+        while self._loads is None:
+            self._listen(None)
+        layers = self._loads.layers
+        return None if layers is None else np.array(layers, np.int64)
+
     def shutdown(self) -> None:
         """End the workers, by force those that do not go by themselves."""
         if self._error is None:
             self._error = EngineDeadError("the workers were shut down")
         self._selector.close()
-        _end(self._workers, self._ring, _TO_END)
+        _end(self._workers, self._steps, _TO_END)
 
     def _settings(self, config: EngineConfig, files: ModelFiles) -> list[WorkerSettings]:
-        rendezvous = _free_address()
         return [
             WorkerSettings(
                 # Where the model was found, so that no worker looks for it again and finds another.
@@ -170,13 +186,24 @@ class DistributedExecutor:
                 rank=rank,
                 tp=self._grid.tp,
                 pp=self._grid.pp,
-                local_rank=rank,
-                local_size=self._grid.size,
-                rendezvous=rendezvous,
-                steps=self._ring.address,
+                local_rank=seat.local_rank,
+                local_size=seat.local_size,
+                rendezvous=self._placement.rendezvous,
+                steps=self._steps.ring if seat.near else None,
+                reader=sum(other.near for other in self._placement.seats[:rank]),
+                link=None if seat.link is None else seat.link.settings,
             )
-            for rank in range(self._grid.size)
+            for rank, seat in enumerate(self._placement.seats)
         ]
+
+    def _write(self, step: StepInput | ReportExpertLoads) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._steps.write(encode_step(step))
+        except StepsStuck as error:
+            self._listen(1.0)
+            self._fail(EngineDeadError(f"the workers take no steps: {error}"))
 
     def _listen(self, timeout: float | None) -> None:
         """Take in what workers say, waiting up to `timeout` seconds for something; None waits for ever."""
@@ -209,6 +236,8 @@ class DistributedExecutor:
         match message:
             case StepDone(output=output):
                 self._outputs.append(output)
+            case ExpertLoads():
+                self._loads = message
             case Progress(text=text):
                 logger.info("rank %d of %d: %s", worker.rank, self._grid.size, text)
             case Loaded():
@@ -247,27 +276,27 @@ class DistributedExecutor:
         if self._error is not None:
             raise self._error
         self._error = error
-        _end(self._workers, self._ring, 0)
+        _end(self._workers, self._steps, 0)
         if isinstance(error, WorkerDied):
             logger.error("%s\n%s", error, error.details)
         raise error
 
 
-def _end(workers: Sequence[WorkerHandle], ring: RingBroadcast, timeout: float) -> None:
+def _check_stages(config: EngineConfig, files: ModelFiles) -> None:
+    stages = config.pipeline_parallel_size
+    if stages > 1 and stages > (layers := decoder_spec(files.config).num_layers):
+        raise ConfigError(f"pipeline_parallel_size={stages} is more than the {layers} layers the model has")
+
+
+def _end(workers: Sequence[WorkerHandle], steps: StepWriter, timeout: float) -> None:
     for worker in workers:
         worker.release()
     until = time.monotonic() + timeout
     for worker in workers:
         worker.end(max(0.0, until - time.monotonic()))
-    ring.close()
+    steps.close()
 
 
 def _one_line(lines: Sequence[str]) -> str:
     text = " ".join(" / ".join(lines).split())
     return text if len(text) <= 400 else text[:397] + "..."
-
-
-def _free_address() -> str:
-    """Return an address of this host on which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from enginecore.config import EngineConfig
 from enginecore.runner.step import StepInput, StepOutput
 
@@ -40,12 +42,24 @@ class Executor(Protocol):
         """Wait for the oldest step under way and return its results."""
         ...
 
+    def expert_loads(self) -> np.ndarray | None:
+        """Return how many tokens went to each expert in the steps submitted since the start.
+
+        int64 [layers with experts, experts]; None for a model without experts.
+        """
+        ...
+
     def shutdown(self) -> None:
         """Give up devices and processes."""
         ...
 
 
 def depth(config: EngineConfig, *, on_cpu: bool) -> int:
-    """Return how many steps to have under way; on devices planning one hides behind the other by default."""
+    """Return how many steps to have under way: one a stage, if there are several stages.
+
+    Otherwise, on devices, planning one hides behind the other by default.
+    """
+    if config.pipeline_parallel_size > 1:
+        return config.pipeline_parallel_size
     overlap = not on_cpu if config.async_scheduling is None else config.async_scheduling
     return 2 if overlap else 1

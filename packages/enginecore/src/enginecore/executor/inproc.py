@@ -2,6 +2,8 @@
 
 from collections import deque
 
+import numpy as np
+
 from enginecore.config import EngineConfig
 from enginecore.executor.executor import depth
 from enginecore.model_files import ModelFiles
@@ -35,6 +37,10 @@ class InprocExecutor:
     def collect(self) -> StepOutput:
         """Return the oldest step's results."""
         return self._pending.popleft().result()
+
+    def expert_loads(self) -> np.ndarray | None:
+        """Read the counters on the device."""
+        return self._worker.expert_loads()
 
     def shutdown(self) -> None:
         """Drop the model and its cache."""

@@ -7,11 +7,13 @@ and whose closing ends it; it answers on standard output; what it writes to stan
 import collections
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -22,6 +24,8 @@ from enginecore.executor.wire import LENGTH, WorkerMessage, WorkerSettings, deco
 
 _KEPT_LINES = 40
 _CHUNK = 1 << 20
+_CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+"""What gloo prints of every group that it has made."""
 
 
 def start_processes(settings: Sequence[WorkerSettings]) -> list[WorkerHandle]:
@@ -129,12 +133,15 @@ def _repeat(stderr: IO[bytes], lines: collections.deque[str], rank: int) -> None
     """Show on our standard error what a worker writes to its own, and keep the last of it."""
     for line in stderr:
         text = line.decode(errors="replace").rstrip()
+        if _CHATTER.match(text):
+            continue
         lines.append(text)
         print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
 
 
 def _check_devices(device: str, ranks: int) -> None:
-    if device == "cpu":
+    # Where there is no driver torch need not be imported here to find that there is no device.
+    if device == "cpu" or (device == "auto" and not Path("/proc/driver/nvidia").exists()):
         return
     import torch
 

@@ -13,9 +13,11 @@ from collectives import Grid, make_communicators
 from collectives.ring import PeerDied, RingClosed, RingReader
 from enginecore.errors import OctavoError
 from enginecore.executor.wire import (
+    ExpertLoads,
     Failure,
     Loaded,
     Progress,
+    ReportExpertLoads,
     StepDone,
     WorkerMessage,
     WorkerSettings,
@@ -27,18 +29,23 @@ from enginecore.worker import Worker, pick_device
 
 Send = Callable[[WorkerMessage], None]
 """Says something to the core; from any thread."""
+Read = Callable[[], bytes]
+"""Waits for the next step and returns it."""
 
 
-def serve(settings: WorkerSettings, send: Send) -> int:
+def serve(settings: WorkerSettings, send: Send, read: Read | None = None) -> int:
     """Load the rank's part of the model and run steps until the core is gone; return an exit status.
 
-    Whatever is raised is sent, and ends it.
+    Steps come from `read`, or from the ring that `settings` name if that is None. Whatever is raised is
+    sent, and ends it.
     """
     try:
-        steps = RingReader(settings.steps, settings.rank)
+        if read is None:
+            assert settings.steps is not None
+            read = RingReader(settings.steps, settings.reader).read
         worker = _load(settings, send)
         send(_facts(worker))
-        _run(worker, steps, send)
+        _run(worker, read, send)
     except Exception as error:
         send(failure(error))
         return 2 if isinstance(error, OctavoError) else 1
@@ -88,14 +95,19 @@ def _facts(worker: Worker) -> Loaded:
     )
 
 
-def _run(worker: Worker, steps: RingReader, send: Send) -> None:
+def _run(worker: Worker, read: Read, send: Send) -> None:
     deliver = _delivery(worker, send)
     while True:
         try:
-            step = decode_step(steps.read())
+            step = decode_step(read())
         except (RingClosed, PeerDied):
             return
-        deliver(worker.run(step))
+        if isinstance(step, ReportExpertLoads):
+            loads = worker.expert_loads()
+            if worker.is_output:
+                send(ExpertLoads(None if loads is None else loads.tolist()))
+        else:
+            deliver(worker.run(step))
 
 
 def _delivery(worker: Worker, send: Send) -> Callable[[PendingOutput], None]:

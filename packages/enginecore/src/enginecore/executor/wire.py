@@ -20,6 +20,17 @@ _DTYPES = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "?": np.dtype("?")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
+class LinkSettings(msgspec.Struct):
+    """How a worker without a pipe to the core reaches it; see `executor.link`."""
+
+    steps: str
+    """ZMQ endpoint that steps come from."""
+    messages: str
+    """ZMQ endpoint that messages go to."""
+    key: str
+    """The core's public CURVE key in Z85, made for this link. Who knows it may connect."""
+
+
 class WorkerSettings(msgspec.Struct):
     """What a worker is started with."""
 
@@ -29,13 +40,27 @@ class WorkerSettings(msgspec.Struct):
     tp: int
     pp: int
     local_rank: int
-    """Place among the ranks of its host: which device is its own."""
+    """Place among the ranks of its host that see the same devices: which of them is its own."""
     local_size: int
     """Ranks on its host, which share its memory and cores."""
     rendezvous: str
     """host:port, where rank 0 listens for the others."""
-    steps: str
-    """Address of the ring that brings the steps."""
+    steps: str | None
+    """Address of the ring that brings the steps; None: they come over the link."""
+    reader: int = 0
+    """Place among the readers of the ring."""
+    link: LinkSettings | None = None
+    """None: there is a pipe to the core."""
+
+
+class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads"):
+    """Core to workers, among the steps: say how many tokens went to each expert in those before."""
+
+
+class ExpertLoads(msgspec.Struct, tag="expert_loads", array_like=True):
+    """Worker to core: the sum over all ranks, a list for each layer with experts; None if there is none."""
+
+    layers: list[list[int]] | None
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -72,7 +97,7 @@ class StepDone(msgspec.Struct, tag="step", array_like=True):
     output: StepOutput
 
 
-WorkerMessage = Progress | Loaded | Failure | StepDone
+WorkerMessage = Progress | Loaded | Failure | StepDone | ExpertLoads
 
 
 def _encode_array(value: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -92,12 +117,12 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_steps = msgspec.msgpack.Decoder(StepInput, dec_hook=_decode_array)
+_steps = msgspec.msgpack.Decoder(StepInput | ReportExpertLoads, dec_hook=_decode_array)
 _messages = msgspec.msgpack.Decoder(WorkerMessage, dec_hook=_decode_array)
 
 
-def encode_step(step: StepInput) -> bytes:
-    """Return a step as bytes.
+def encode_step(step: StepInput | ReportExpertLoads) -> bytes:
+    """Return a step, or what is asked between steps, as bytes.
 
     Raises:
         TypeError: an array is neither int32, float32 nor bool.
@@ -105,8 +130,8 @@ def encode_step(step: StepInput) -> bytes:
     return _encoder.encode(step)
 
 
-def decode_step(data: bytes) -> StepInput:
-    """Return the step that `data` holds; its arrays are read-only."""
+def decode_step(data: bytes) -> StepInput | ReportExpertLoads:
+    """Return the step or request that `data` holds; its arrays are read-only."""
     return _steps.decode(data)
 
 

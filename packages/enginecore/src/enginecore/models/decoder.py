@@ -5,7 +5,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from collectives import ParallelLMHead
+from collectives import ExpertDispatcher, ParallelLMHead
 from enginecore.models.embedding import Embedding
 from enginecore.models.experts import SparseFeedForward
 from enginecore.models.layers import Layer, Loader, norm_loaders
@@ -93,9 +93,17 @@ class Decoder(nn.Module):
         None where this stage has no experts. With expert parallelism each token is counted by one rank;
         without it, by every rank of the tensor-parallel group.
         """
-        mlps = [layer.mlp for layer in self._order]
-        loads = [mlp.dispatcher.loads for mlp in mlps if isinstance(mlp, SparseFeedForward)]
+        loads = [dispatcher.loads for dispatcher in self._dispatchers()]
         return torch.stack(loads) if loads else None
+
+    def reset_expert_loads(self) -> None:
+        """Count anew from here on."""
+        for dispatcher in self._dispatchers():
+            dispatcher.reset_loads()
+
+    def _dispatchers(self) -> list[ExpertDispatcher]:
+        mlps = [layer.mlp for layer in self._order]
+        return [mlp.dispatcher for mlp in mlps if isinstance(mlp, SparseFeedForward)]
 
     def loaders(self) -> dict[str, Loader]:
         """Return, by name in a Llama checkpoint, where each tensor of this stage goes."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from collectives import ExpertDispatcher, ExpertPlacement, LocalCommunicator, Shard, shard
+from collectives import ExpertDispatcher, LocalCommunicator, Shard, shard
 from enginecore.models.feed_forward import activation
 from enginecore.models.norms import copy_checked
 from enginecore.models.parallel import ModelParallel
@@ -81,13 +81,13 @@ class SparseFeedForward(nn.Module):
     Raises ValueError when the placement is for another number of experts or ranks.
     """
 
-    def __init__(self, spec: DecoderSpec, experts: ExpertSpec, parallel: ModelParallel) -> None:
+    def __init__(self, spec: DecoderSpec, experts: ExpertSpec, parallel: ModelParallel, layer: int) -> None:
         super().__init__()
         self.router = Router(spec, experts)
         self._tp = parallel.tp
         self._spread = parallel.ep is not None
         comm = parallel.ep or LocalCommunicator()
-        placement = parallel.placement or ExpertPlacement.even(experts.count, 1)
+        placement = parallel.placement(spec, layer)
         if placement.num_experts != experts.count:
             raise ValueError(
                 f"the placement is for {placement.num_experts} experts, and the model has {experts.count}"

@@ -32,7 +32,7 @@ class Layer(nn.Module):
         self.mlp_input_norm = hidden_norm(spec)
         self.mlp: FeedForward | SparseFeedForward
         if spec.experts is not None and index in spec.experts.layers:
-            self.mlp = SparseFeedForward(spec, spec.experts, parallel)
+            self.mlp = SparseFeedForward(spec, spec.experts, parallel, index)
         else:
             self.mlp = FeedForward(spec, parallel.tp)
         self.mlp_output_norm = hidden_norm(spec) if spec.output_norms else None

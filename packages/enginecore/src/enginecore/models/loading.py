@@ -21,7 +21,7 @@ def load_decoder(
     comm: Communicator,
     *,
     ep: Communicator | None = None,
-    placement: ExpertPlacement | None = None,
+    placements: tuple[ExpertPlacement, ...] = (),
     layers: range | None = None,
     dtype: torch.dtype,
     device: torch.device,
@@ -29,7 +29,7 @@ def load_decoder(
 ) -> Decoder:
     """Return the model of `files` on `device`, every parameter loaded and none left over.
 
-    `comm` is the tensor-parallel group; `ep` and `placement` spread experts as ModelParallel says; `layers`
+    `comm` is the tensor-parallel group; `ep` and `placements` spread experts as ModelParallel says; `layers`
     is what this pipeline stage has, all of them if None. Only what this rank holds is kept.
 
     Raises:
@@ -37,7 +37,7 @@ def load_decoder(
             unknown or of a wrong shape.
     """
     spec = decoder_spec(files.config)
-    parallel = ModelParallel(comm, ep, placement)
+    parallel = ModelParallel(comm, ep, placements)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -49,7 +49,11 @@ class Rows:
         self.extras: dict[int, RowExtras] = {}
 
     def apply(self, step: StepInput) -> None:
-        """Make the changes that come with a step: rows given up, rows started, blocks added."""
+        """Make the changes that come with a step: tokens sampled, rows given up and started, blocks added."""
+        if step.sampled is not None:
+            rows, positions, ids = step.sampled
+            copied = torch.from_numpy(np.array(ids)).to(self.tokens.device, non_blocking=True)
+            self.append(rows, positions, copied)
         for row in step.closed.tolist():
             self.extras.pop(row, None)
         for start in step.started:

@@ -41,7 +41,10 @@ class PendingOutput:
 class Runner:
     """One rank's model on its device, with its KV cache and the rows of the running requests.
 
-    Every rank of `tp` runs the same steps. The first alone samples and reports; the others get its tokens.
+    Every rank runs the same steps. Of the ranks of `tp` the first alone samples and reports; the others get
+    its tokens. Of the stages along `pp` each gets hidden states from the one before, and the last samples;
+    the others hear what it sampled with a later step. Where a stage sends, the next may still be at work on
+    the step before: on a CPU it waits for that, on a device its stream does.
     """
 
     def __init__(
@@ -50,13 +53,20 @@ class Runner:
         cache: Tensor,
         host_cache: Tensor | None,
         tp: Communicator,
+        pp: Communicator,
         *,
+        dtype: torch.dtype,
         max_rows: int,
         max_len: int,
     ) -> None:
-        """`cache` and `host_cache` are of one shape but for their blocks, dimension 1."""
+        """`cache` and `host_cache` are of one shape but for their blocks, dimension 1.
+
+        `dtype` is that of hidden states.
+        """
         self._model = model
         self._tp = tp
+        self._pp = pp
+        self._dtype = dtype
         self._cache = cache
         self._host_cache = host_cache
         self._block_size = cache.shape[-2]
@@ -70,7 +80,7 @@ class Runner:
             self._copy_blocks(step.copies)
         state.apply(step)
         if not len(step.rows):
-            return PendingOutput(step.step, torch.empty(0, dtype=torch.int32), {}, [])
+            return _nothing(step)
         inputs = build_inputs(
             step.rows,
             step.starts,
@@ -79,9 +89,20 @@ class Runner:
             block_tables=state.block_tables,
             block_size=self._block_size,
         )
-        hidden = self._model(inputs.ids, inputs.positions, self._cache, inputs.batch)
+        hidden = self._hidden(inputs)
+        if not self._model.last:
+            self._pp.send(hidden, self._pp.rank + 1)
+            return _nothing(step)
         prompt_logprobs = self._prompt_logprobs(step, inputs, hidden)
         return self._sample(step, inputs, hidden, prompt_logprobs)
+
+    def _hidden(self, inputs: ModelInputs) -> Tensor:
+        """Run this stage's layers."""
+        x = inputs.ids
+        if not self._model.first:
+            shape = len(x), self._model.spec.hidden_size
+            x = self._pp.recv(torch.empty(shape, dtype=self._dtype, device=x.device), self._pp.rank - 1)
+        return self._model(x, inputs.positions, self._cache, inputs.batch)
 
     def _copy_blocks(self, copies: BlockCopies) -> None:
         """Move blocks of all layers between device and host, then within the device."""
@@ -135,6 +156,10 @@ class Runner:
             ids, values, ranks = (part.cpu().numpy() for part in parts)
             found.append(PositionLogprobs(row, ids.astype(np.int32), values, ranks.astype(np.int32)))
         return found
+
+
+def _nothing(step: StepInput) -> PendingOutput:
+    return PendingOutput(step.step, torch.empty(0, dtype=torch.int32), {}, [])
 
 
 def _pairs(sources: np.ndarray, destinations: np.ndarray) -> Tensor:

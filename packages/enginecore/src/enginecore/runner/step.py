@@ -36,8 +36,19 @@ class BlockCopies(NamedTuple):
     destinations: np.ndarray
 
 
+class SampledTokens(NamedTuple):
+    """What rows have sampled, for the stages of a pipeline that did not; int32 [n] each."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    ids: np.ndarray
+
+
 class StepInput(NamedTuple):
-    """One step. Blocks are copied first; `closed` rows are given up before `started` ones are filled."""
+    """One step. Blocks are copied first; `closed` rows are given up before `started` ones are filled.
+
+    What was sampled comes before both, as it may be of rows that have ended.
+    """
 
     step: int
     rows: np.ndarray
@@ -57,6 +68,8 @@ class StepInput(NamedTuple):
     block_ids: np.ndarray
     copies: BlockCopies | None = None
     """None where there is nothing to copy, which is nearly always."""
+    sampled: SampledTokens | None = None
+    """What was sampled since the step before, where there are several stages."""
 
 
 class PositionLogprobs(NamedTuple):
