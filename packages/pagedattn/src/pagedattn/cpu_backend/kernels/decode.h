@@ -165,38 +165,57 @@ static void soften(const Call *call, float *scores, int count, int first, int po
         for (int d = 0; d < call->head_dim; d += W) store(sums + d, load(sums + d) * splat(decay));
 }
 
-/* Scratch floats that `attend_decode` needs for a group of heads. */
+/* Scratch floats that `attend_decode` needs for so many query heads. */
 INLINE int64_t decode_scratch(int heads, int dim) { return (int64_t)heads * (2 * dim + KEYS + 2); }
 
-static void attend_decode(const Call *call, const Parts *parts, const Work *work, float *scratch) {
-    int heads = work->heads, dim = call->head_dim;
-    int first_head = work->kv_head * group_size(call) + work->head;
+/* Scores or weighs positions begin ... end - 1 block by block, for all KV heads of a block before the next. */
+static void pass_blocks(const Call *call, const Work *work, int begin, int end, const float *query, float *scores,
+                        float *sums) {
     const int32_t *table = table_of(call, work->seq);
-    float *query = scratch, *sums = query + heads * dim, *scores = sums + heads * dim;
-    float *highest = scores + heads * KEYS, *total = highest + heads;
-    vf scale = splat(query_scale(call, work->kv_head));
-    for (int h = 0; h < heads; h++) {
-        int64_t from = work->token * call->query_stride + (first_head + h) * call->query_head_stride;
-        for (int d = 0; d < dim; d += W) {
-            store(query + h * dim + d, load_as(call->type, call->query, from + d) * scale);
-            store(sums + h * dim + d, (vf){0});
+    int dim = call->head_dim;
+    for (int key = begin; key < end;) {
+        int stop = key + run_length(call, key, end);
+        for (int e = 0; e < work->kv_heads; e++) {
+            for (int h = 0; h < work->heads; h += 4) {
+                int rows = work->heads - h < 4 ? work->heads - h : 4, row = e * work->heads + h;
+                float *to = scores + row * KEYS + key - begin;
+                if (query)
+                    score(call, rows, table, work->kv_head + e, key, stop, work->end, query + row * dim, to);
+                else
+                    weigh(call, rows, table, work->kv_head + e, key, stop, work->end, to, sums + row * dim);
+            }
         }
-        highest[h] = -INFINITY;
-        total[h] = 0.0f;
+        key = stop;
+    }
+}
+
+static void attend_decode(const Call *call, const Parts *parts, const Work *work, float *scratch) {
+    int rows = work->heads * work->kv_heads, dim = call->head_dim;
+    float *query = scratch, *sums = query + rows * dim, *scores = sums + rows * dim;
+    float *highest = scores + rows * KEYS, *total = highest + rows;
+    int heads[rows], position = position_of(call, work, 0);
+    for (int r = 0; r < rows; r++) {
+        int kv_head = work->kv_head + r / work->heads;
+        heads[r] = kv_head * group_size(call) + work->head + r % work->heads;
+        int64_t from = work->token * call->query_stride + heads[r] * call->query_head_stride;
+        vf scale = splat(query_scale(call, kv_head));
+        for (int d = 0; d < dim; d += W) {
+            store(query + r * dim + d, load_as(call->type, call->query, from + d) * scale);
+            store(sums + r * dim + d, (vf){0});
+        }
+        highest[r] = -INFINITY;
+        total[r] = 0.0f;
     }
     for (int begin = work->begin; begin < work->end; begin += KEYS) {
         int end = begin + KEYS < work->end ? begin + KEYS : work->end;
-        for (int h = 0; h < heads; h += 4) {
-            int rows = heads - h < 4 ? heads - h : 4;
-            score(call, rows, table, work->kv_head, begin, end, work->end, query + h * dim, scores + h * KEYS);
+        pass_blocks(call, work, begin, end, query, scores, NULL);
+        for (int r = 0; r < rows; r++) {
+            float slope = call->slopes ? call->slopes[heads[r]] : 0.0f;
+            soften(call, scores + r * KEYS, end - begin, begin, position, slope, highest + r, total + r,
+                   sums + r * dim);
         }
-        for (int h = 0; h < heads; h++)
-            soften(call, scores + h * KEYS, end - begin, begin, position_of(call, work, 0),
-                   call->slopes ? call->slopes[first_head + h] : 0.0f, highest + h, total + h, sums + h * dim);
-        for (int h = 0; h < heads; h += 4) {
-            int rows = heads - h < 4 ? heads - h : 4;
-            weigh(call, rows, table, work->kv_head, begin, end, work->end, scores + h * KEYS, sums + h * dim);
-        }
+        pass_blocks(call, work, begin, end, NULL, scores, sums);
     }
-    for (int h = 0; h < heads; h++) finish(call, parts, work, h, highest[h], total[h], sums + h * dim, 1);
+    for (int r = 0; r < rows; r++)
+        finish(call, parts, work, work->token, heads[r], highest[r], total[r], sums + r * dim, 1);
 }
