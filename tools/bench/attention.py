@@ -59,7 +59,7 @@ def decode(dtypes: list[str], threads: int, quick: bool) -> None:
                 partial(case.run, "torch"),
                 partial(case.run, "cpu"),
                 read,
-                seconds=0.4 if quick else 1.5,
+                seconds=0.4 if quick else 0.8,
             )
             rate, ceiling = case.bytes_read / fast / 1e9, read.bytes / memory / 1e9
             print(
@@ -75,7 +75,7 @@ def prefill(dtypes: list[str], quick: bool) -> None:
     for length, head_dim, group in problems:
         for dtype in dtypes:
             case = PrefillCase(length, head_dim, group, DTYPES[dtype])
-            contiguous, fast = best_times(case.contiguous, case.paged, seconds=0.4 if quick else 2)
+            contiguous, fast = best_times(case.contiguous, case.paged, seconds=0.4 if quick else 1.5)
             print(
                 f"{dtype:13} {length:6} {head_dim:4} {case.heads:>6} {contiguous * 1e3:15.3f} "
                 f"{fast * 1e3:7.3f} {contiguous / fast:6.2f}x {case.flops / fast / 1e9:11.1f}"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionBatch
+from pagedattn import AttentionBatch, find_shared_prefix
 
 
 class ModelInputs(NamedTuple):
@@ -32,12 +32,14 @@ def build_inputs(
     *,
     tokens: Tensor,
     block_tables: Tensor,
+    host_tables: np.ndarray,
     block_size: int,
 ) -> ModelInputs:
     """Return the inputs for running `counts` tokens of each of `rows` from position `starts` on.
 
     `tokens` is int32 [max_rows, max_len] and `block_tables` int32 [max_rows, max_blocks], both on the
-    model's device. Host arrays go there in one copy, and nothing is read back.
+    model's device; `host_tables` holds the same block tables. Host arrays go to the device in one copy, and
+    nothing is read back.
     """
     order = np.argsort(counts > 1, kind="stable")
     rows, starts, counts = rows[order], starts[order], counts[order]
@@ -67,5 +69,15 @@ def build_inputs(
         max_query=int(counts.max()),
         max_length=max_length,
         num_decodes=int((counts == 1).sum()),
+        shared_prefix=_shared_prefix(rows, counts, lengths, host_tables, block_size),
     )
     return ModelInputs(order, ids, flat_positions, batch, d_starts[1:].long() - 1, query_starts)
+
+
+def _shared_prefix(
+    rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, block_size: int
+) -> int:
+    # Nearly always the first blocks differ, and the tables need not be gathered.
+    if len(rows) < 2 or (tables[rows, 0] != tables[rows[0], 0]).any():
+        return 0
+    return find_shared_prefix(counts, lengths, tables[rows], block_size)

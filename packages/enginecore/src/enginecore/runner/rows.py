@@ -37,6 +37,11 @@ class Rows:
     def __init__(self, max_rows: int, max_len: int, max_blocks: int, device: torch.device) -> None:
         self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        on_host = self.block_tables.device.type == "cpu"
+        self.host_tables = (
+            self.block_tables.numpy() if on_host else np.zeros((max_rows, max_blocks), np.int32)
+        )
+        """What `block_tables` holds, readable without waiting for the device."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.top_k = np.zeros(max_rows, np.int32)
         self.seed = np.zeros(max_rows, np.uint64)
@@ -62,6 +67,8 @@ class Rows:
             entries = torch.from_numpy(np.stack([step.block_rows, step.block_indices, step.block_ids]))
             rows, indices, ids = entries.to(self.block_tables.device, non_blocking=True)
             self.block_tables[rows.long(), indices.long()] = ids
+            if self.block_tables.device.type != "cpu":
+                self.host_tables[step.block_rows, step.block_indices] = step.block_ids
 
     def append(self, rows: np.ndarray, positions: np.ndarray, sampled: Tensor) -> None:
         """Write the sampled ids [k] at `positions` of `rows`, without reading them back."""

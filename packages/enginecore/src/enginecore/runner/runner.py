@@ -87,6 +87,7 @@ class Runner:
             step.counts,
             tokens=state.tokens,
             block_tables=state.block_tables,
+            host_tables=state.host_tables,
             block_size=self._block_size,
         )
         hidden = self._hidden(inputs)

@@ -13,10 +13,6 @@
 /* Cost below which another thread takes longer to wake than it saves. */
 #define LEAST_COST_PER_THREAD 20000
 
-static int attends_by_rows(const Call *call, const Work *work) {
-    return work->tokens == 1 && work->heads <= DECODE_HEADS && call->head_dim % W == 0;
-}
-
 /* The parts of one token's query head, weighed by their sums and normalised. */
 static void merge(const Call *call, const Parts *parts, int token, int head, float *sums) {
     int first = parts->starts[token], count = parts->starts[token + 1] - first, dim = call->head_dim;
@@ -33,17 +29,15 @@ static void merge(const Call *call, const Parts *parts, int token, int head, flo
         total += weight * parts->logs[2 * slot + 1];
         for (int d = 0; d < dim; d++) sums[d] += weight * parts->sums[slot * dim + d];
     }
-    Work whole = {.token = token, .tokens = 1, .heads = 1, .part = WHOLE};
-    whole.kv_head = head / group_size(call);
-    whole.head = head % group_size(call);
-    finish(call, parts, &whole, 0, highest, total, sums, 1);
+    Work whole = {.part = WHOLE};
+    finish(call, parts, &whole, token, head, highest, total, sums, 1);
 }
 
 /* Runs the plan; returns -1 when a thread finds no memory. */
 static int run(const Plan *plan, const Parts *parts, int threads) {
     const Call *call = plan->call;
     int failed = 0, dim = call->head_dim;
-    int64_t by_rows = decode_scratch(DECODE_HEADS, dim), by_tile = tile_scratch(dim);
+    int64_t by_rows = decode_scratch(MOST_DECODE_HEADS, dim), by_tile = tile_scratch(dim);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *scratch = malloc(sizeof(float) * (by_rows > by_tile ? by_rows : by_tile));
@@ -55,7 +49,7 @@ static int run(const Plan *plan, const Parts *parts, int threads) {
         for (int64_t i = 0; i < plan->num_works; i++) {
             if (!scratch) continue;
             const Work *work = plan->works + i;
-            if (attends_by_rows(call, work))
+            if (by_rows_pays(call, work->tokens, work->heads))
                 attend_decode(call, parts, work, scratch);
             else
                 attend_tile(call, parts, work, scratch);

@@ -20,10 +20,11 @@ typedef struct {
     float scale, soft_cap; /* a cap of 0 is none */
 } Call;
 
-/* Some query tokens and heads of one KV head, and a range of key positions that they attend to. */
+/* Some query tokens and heads of one KV head, and a range of key positions that they attend to. One token may do
+ * so for several KV heads, which lie one after another in each block. */
 typedef struct {
     int32_t seq; /* whose block table is followed */
-    int32_t kv_head;
+    int32_t kv_head, kv_heads;
     int32_t token, tokens; /* rows are tokens x heads, token by token */
     int32_t head, heads;   /* within the group of the KV head */
     int32_t begin, end;
@@ -76,10 +77,8 @@ INLINE int position_of(const Call *call, const Work *work, int token) {
 }
 
 /* Writes a query head's result, or adds it to the parts. `sums` has elements `step` apart. */
-INLINE void finish(const Call *call, const Parts *parts, const Work *work, int row, float highest, float total,
-                   const float *sums, int64_t step) {
-    int token = work->token + row / work->heads;
-    int head = work->kv_head * group_size(call) + work->head + row % work->heads;
+INLINE void finish(const Call *call, const Parts *parts, const Work *work, int token, int head, float highest,
+                   float total, const float *sums, int64_t step) {
     int dim = call->head_dim;
     if (work->part != WHOLE) {
         int64_t slot = (int64_t)(parts->starts[token] + work->part) * call->q_heads + head;
@@ -94,7 +93,7 @@ INLINE void finish(const Call *call, const Parts *parts, const Work *work, int r
         factor = expf(highest - top);
         total = total * factor + expf(sink - top);
     }
-    factor = total == 0.0f ? 0.0f : factor / total * value_scale(call, work->kv_head);
+    factor = total == 0.0f ? 0.0f : factor / total * value_scale(call, head / group_size(call));
     int64_t base = token * call->out_stride + head * call->out_head_stride;
     if (step == 1) {
         int d = 0;

@@ -4,7 +4,7 @@
 
 #include "call.h"
 
-/* Asks for the W elements at `index` of a row that is read one step of KEYS later: blocks lie anywhere, so the
+/* Asks for the W elements at `index` of a row that is read AHEAD keys later: blocks lie anywhere, so the
  * hardware cannot guess. */
 INLINE void prefetch(int type, const char *row, int64_t index) {
     if (index * size_of(type) % 64 == 0) __builtin_prefetch(row + index * size_of(type), 0, 3);
@@ -13,43 +13,32 @@ INLINE void prefetch(int type, const char *row, int64_t index) {
 /* How many keys ahead memory is asked for: far enough for its latency, near enough to be still in the cache. */
 #define AHEAD 32
 
-/* Scores of `rows` queries against four keys that lie one after another. */
-INLINE void score_four(int type, int rows, const float *query, const char *key, const char *ahead, int dim, float *scores) {
-    vf sums[4][4];
-    int64_t size = size_of(type) * dim;
-    for (int r = 0; r < rows; r++)
-        for (int k = 0; k < 4; k++) sums[r][k] = (vf){0};
-    for (int d = 0; d < dim; d += W) {
-        vf keys[4];
-        for (int k = 0; k < 4; k++) {
-            keys[k] = load_as(type, key + k * size, d);
-            prefetch(type, ahead + k * size, d);
-        }
-        for (int r = 0; r < rows; r++) {
-            vf q = load(query + r * dim + d);
-            for (int k = 0; k < 4; k++) sums[r][k] += q * keys[k];
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        v4 four = sum_four(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-        memcpy(scores + r * KEYS, &four, sizeof four);
-    }
-}
+/* Rows that are scored and weighed at a time: for more, keys are read again. */
+#define MOST_DECODE_ROWS 8
 
-INLINE void score_one(int type, int rows, const float *query, const char *key, int dim, float *scores) {
-    vf sums[4];
+/* Scores of `rows` queries against one key. Keys go one by one: several at a time would share the loads of queries,
+ * but read memory in an order in which it comes at half the speed. */
+INLINE void score_key(int type, int rows, const float *query, const char *key, const char *ahead, int dim,
+                      float *scores) {
+    vf sums[MOST_DECODE_ROWS];
     for (int r = 0; r < rows; r++) sums[r] = (vf){0};
     for (int d = 0; d < dim; d += W) {
-        vf keys = load_as(type, key, d);
-        for (int r = 0; r < rows; r++) sums[r] += load(query + r * dim + d) * keys;
+        vf x = load_as(type, key, d);
+        prefetch(type, ahead, d);
+        for (int r = 0; r < rows; r++) sums[r] += load(query + r * dim + d) * x;
     }
-    for (int r = 0; r < rows; r++) scores[r * KEYS] = sum_lanes(sums[r]);
+    const int last = rows - 1;
+    for (int r = 0; r < rows; r += 4) {
+        v4 four = sum_four(sums[r], sums[r + 1 < last ? r + 1 : last], sums[r + 2 < last ? r + 2 : last],
+                           sums[r + 3 < last ? r + 3 : last]);
+        for (int i = 0; i < 4 && r + i < rows; i++) scores[(r + i) * KEYS] = four[i];
+    }
 }
 
 /* Adds `count` values, times their weights [rows, KEYS], to `sums` [rows, dim] at `vectors` x W dims from d on. */
 INLINE void add_values(int type, int rows, int vectors, const float *weights, const char *value, const char *ahead,
                        int count, int dim, int d, float *sums) {
-    vf acc[4][4];
+    vf acc[MOST_DECODE_ROWS][4];
     int64_t size = size_of(type) * dim;
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) acc[r][v] = load(sums + r * dim + d + v * W);
@@ -78,39 +67,40 @@ INLINE void score_rows(const Call *call, int type, int rows, const int32_t *tabl
     int dim = call->head_dim;
     int64_t size = size_of(type) * dim;
     for (int key = begin; key < end;) {
-        int run = run_length(call, key, end), k = 0;
+        int run = run_length(call, key, end);
         const char *row = cache_row(call, table, kv_head, key, 0);
         const char *ahead = row_ahead(call, table, kv_head, key + AHEAD, last, 0);
-        for (; k + 4 <= run; k += 4) {
-            float *to = scores + key - begin + k;
-            score_four(type, rows, query, row + k * size, ahead + k * size, dim, to);
-        }
-        for (; k < run; k++) score_one(type, rows, query, row + k * size, dim, scores + key - begin + k);
+        for (int k = 0; k < run; k++)
+            score_key(type, rows, query, row + k * size, ahead + k * size, dim, scores + key - begin + k);
         key += run;
     }
 }
 
 INLINE void weigh_rows(const Call *call, int type, int rows, const int32_t *table, int kv_head, int begin, int end,
                        int last, const float *weights, float *sums) {
-    int dim = call->head_dim;
+    const int dim = call->head_dim, many = rows <= 4 ? 4 : 2; /* vectors whose sums fit into registers */
     for (int key = begin; key < end;) {
         int run = run_length(call, key, end), d = 0;
         const char *row = cache_row(call, table, kv_head, key, 1);
         const float *w = weights + key - begin;
         const char *ahead = row_ahead(call, table, kv_head, key + AHEAD, last, 1);
-        for (; d + 4 * W <= dim; d += 4 * W) add_values(type, rows, 4, w, row, ahead, run, dim, d, sums);
+        for (; d + many * W <= dim; d += many * W) add_values(type, rows, many, w, row, ahead, run, dim, d, sums);
         for (; d < dim; d += W) add_values(type, rows, 1, w, row, ahead, run, dim, d, sums);
         key += run;
     }
 }
 
 /* The same with the type and the number of rows known to the compiler. */
-#define FOR_ROWS(CALL, TYPE)                    \
-    switch (rows) {                             \
-    case 1: CALL(TYPE, 1); break;               \
-    case 2: CALL(TYPE, 2); break;               \
-    case 3: CALL(TYPE, 3); break;               \
-    default: CALL(TYPE, 4); break;              \
+#define FOR_ROWS(CALL, TYPE)      \
+    switch (rows) {               \
+    case 1: CALL(TYPE, 1); break; \
+    case 2: CALL(TYPE, 2); break; \
+    case 3: CALL(TYPE, 3); break; \
+    case 4: CALL(TYPE, 4); break; \
+    case 5: CALL(TYPE, 5); break; \
+    case 6: CALL(TYPE, 6); break; \
+    case 7: CALL(TYPE, 7); break; \
+    default: CALL(TYPE, 8); break; \
     }
 #define FOR_TYPE_AND_ROWS(CALL)                        \
     switch (call->cache_type) {                        \
@@ -165,38 +155,58 @@ static void soften(const Call *call, float *scores, int count, int first, int po
         for (int d = 0; d < call->head_dim; d += W) store(sums + d, load(sums + d) * splat(decay));
 }
 
-/* Scratch floats that `attend_decode` needs for a group of heads. */
+/* Scratch floats that `attend_decode` needs for so many query heads. */
 INLINE int64_t decode_scratch(int heads, int dim) { return (int64_t)heads * (2 * dim + KEYS + 2); }
 
-static void attend_decode(const Call *call, const Parts *parts, const Work *work, float *scratch) {
-    int heads = work->heads, dim = call->head_dim;
-    int first_head = work->kv_head * group_size(call) + work->head;
+/* Scores or weighs positions begin ... end - 1 block by block, for all KV heads of a block before the next. */
+static void pass_blocks(const Call *call, const Work *work, int begin, int end, const float *query, float *scores,
+                        float *sums) {
     const int32_t *table = table_of(call, work->seq);
-    float *query = scratch, *sums = query + heads * dim, *scores = sums + heads * dim;
-    float *highest = scores + heads * KEYS, *total = highest + heads;
-    vf scale = splat(query_scale(call, work->kv_head));
-    for (int h = 0; h < heads; h++) {
-        int64_t from = work->token * call->query_stride + (first_head + h) * call->query_head_stride;
-        for (int d = 0; d < dim; d += W) {
-            store(query + h * dim + d, load_as(call->type, call->query, from + d) * scale);
-            store(sums + h * dim + d, (vf){0});
+    int dim = call->head_dim;
+    for (int key = begin; key < end;) {
+        int stop = key + run_length(call, key, end);
+        for (int e = 0; e < work->kv_heads; e++) {
+            for (int h = 0, rows; h < work->heads; h += rows) {
+                rows = work->heads - h < MOST_DECODE_ROWS ? work->heads - h : MOST_DECODE_ROWS;
+                int row = e * work->heads + h;
+                float *to = scores + row * KEYS + key - begin;
+                if (query)
+                    score(call, rows, table, work->kv_head + e, key, stop, work->end, query + row * dim, to);
+                else
+                    weigh(call, rows, table, work->kv_head + e, key, stop, work->end, to, sums + row * dim);
+            }
         }
-        highest[h] = -INFINITY;
-        total[h] = 0.0f;
+        key = stop;
+    }
+}
+
+static void attend_decode(const Call *call, const Parts *parts, const Work *work, float *scratch) {
+    int rows = work->heads * work->kv_heads, dim = call->head_dim;
+    float *query = scratch, *sums = query + rows * dim, *scores = sums + rows * dim;
+    float *highest = scores + rows * KEYS, *total = highest + rows;
+    int heads[rows], position = position_of(call, work, 0);
+    for (int r = 0; r < rows; r++) {
+        int kv_head = work->kv_head + r / work->heads;
+        heads[r] = kv_head * group_size(call) + work->head + r % work->heads;
+        int64_t from = work->token * call->query_stride + heads[r] * call->query_head_stride;
+        vf scale = splat(query_scale(call, kv_head));
+        for (int d = 0; d < dim; d += W) {
+            store(query + r * dim + d, load_as(call->type, call->query, from + d) * scale);
+            store(sums + r * dim + d, (vf){0});
+        }
+        highest[r] = -INFINITY;
+        total[r] = 0.0f;
     }
     for (int begin = work->begin; begin < work->end; begin += KEYS) {
         int end = begin + KEYS < work->end ? begin + KEYS : work->end;
-        for (int h = 0; h < heads; h += 4) {
-            int rows = heads - h < 4 ? heads - h : 4;
-            score(call, rows, table, work->kv_head, begin, end, work->end, query + h * dim, scores + h * KEYS);
+        pass_blocks(call, work, begin, end, query, scores, NULL);
+        for (int r = 0; r < rows; r++) {
+            float slope = call->slopes ? call->slopes[heads[r]] : 0.0f;
+            soften(call, scores + r * KEYS, end - begin, begin, position, slope, highest + r, total + r,
+                   sums + r * dim);
         }
-        for (int h = 0; h < heads; h++)
-            soften(call, scores + h * KEYS, end - begin, begin, position_of(call, work, 0),
-                   call->slopes ? call->slopes[first_head + h] : 0.0f, highest + h, total + h, sums + h * dim);
-        for (int h = 0; h < heads; h += 4) {
-            int rows = heads - h < 4 ? heads - h : 4;
-            weigh(call, rows, table, work->kv_head, begin, end, work->end, scores + h * KEYS, sums + h * dim);
-        }
+        pass_blocks(call, work, begin, end, NULL, scores, sums);
     }
-    for (int h = 0; h < heads; h++) finish(call, parts, work, h, highest[h], total[h], sums + h * dim, 1);
+    for (int r = 0; r < rows; r++)
+        finish(call, parts, work, work->token, heads[r], highest[r], total[r], sums + r * dim, 1);
 }

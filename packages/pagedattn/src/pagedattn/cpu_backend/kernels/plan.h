@@ -5,7 +5,9 @@
 #include "tile.h"
 
 /* Beyond that many heads a group, a tile of rows is faster than rows one by one. */
-#define DECODE_HEADS 16
+#define DECODE_GROUP 16
+/* Heads that a decode attends for at a time; what they keep stays in the second-level cache. */
+#define MOST_DECODE_HEADS 48
 /* A piece shorter than this is not worth a part of its own. */
 #define LEAST_PIECE 256
 #define PIECES_PER_THREAD 4
@@ -18,20 +20,25 @@ typedef struct {
     int64_t piece_cost; /* 0 cuts nothing */
     int32_t shared;     /* positions that all decodes share and that are read for all at once */
     int32_t shared_parts;
+    int32_t span; /* KV heads that a decode attends for at a time */
     Work *works; /* NULL while only counting */
     int64_t num_works;
     int64_t cost;
     int32_t *part_counts; /* [tokens]; 0 where a token's result is whole */
 } Plan;
 
+INLINE int by_rows_pays(const Call *call, int tokens, int heads) {
+    return tokens == 1 && heads <= DECODE_GROUP && call->head_dim % W == 0;
+}
+
 /* A key that is read costs about as much as multiplying it with eight rows. */
 INLINE int64_t key_cost(int rows) { return 8 + rows; }
 
 /* Keys a piece, so that it costs about `piece_cost`: a multiple of KEYS, and the same for all heads of a token. */
-static int piece_length(const Plan *plan, int keys, int tokens) {
+static int piece_length(const Plan *plan, int keys, int tokens, int kv_heads) {
     int heads = group_size(plan->call);
     if (heads > MOST_ROWS) heads = MOST_ROWS;
-    int64_t most = plan->piece_cost ? plan->piece_cost / key_cost(tokens * heads) : keys;
+    int64_t most = plan->piece_cost ? plan->piece_cost / key_cost(tokens * heads) / kv_heads : keys;
     if (most < LEAST_PIECE) most = LEAST_PIECE;
     int pieces = (keys + most - 1) / most;
     if (pieces <= 1) return keys > 0 ? keys : 1;
@@ -45,7 +52,7 @@ static void add_pieces(Plan *plan, Work work, int length, int first_part) {
         work.part = whole ? WHOLE : part;
         if (plan->works) plan->works[plan->num_works] = work;
         plan->num_works++;
-        plan->cost += key_cost(work.tokens * work.heads) * (work.end - work.begin);
+        plan->cost += key_cost(work.tokens * work.heads) * work.kv_heads * (work.end - work.begin);
         work.begin = work.end;
         part++;
     } while (work.begin < end);
@@ -67,7 +74,12 @@ static void add_sequence(Plan *plan, int seq, Work work, int begin, int first_pa
         work.begin = begin;
         if (call->window && work.position >= call->window) work.begin = work.position + 1 - call->window;
         if (length == 0) work.begin = work.position = work.end = 0;
-        add_pieces(plan, work, piece_length(plan, work.end - work.begin, work.tokens), first_part);
+        int spans = by_rows_pays(call, work.tokens, work.heads) ? plan->span : 1;
+        int piece = piece_length(plan, work.end - work.begin, work.tokens, spans);
+        for (work.kv_head = 0; work.kv_head < call->kv_heads; work.kv_head += spans) {
+            work.kv_heads = call->kv_heads - work.kv_head < spans ? call->kv_heads - work.kv_head : spans;
+            add_pieces(plan, work, piece, first_part);
+        }
     }
 }
 
@@ -75,7 +87,7 @@ static void add_sequence(Plan *plan, int seq, Work work, int begin, int first_pa
 static void add_shared(Plan *plan, Work work) {
     const Call *call = plan->call;
     int most = MOST_ROWS / work.heads;
-    int length = piece_length(plan, plan->shared, MOST_ROWS / group_size(call) + 1);
+    int length = piece_length(plan, plan->shared, MOST_ROWS / group_size(call) + 1, 1);
     plan->shared_parts = (plan->shared + length - 1) / length;
     work.seq = 0;
     while (work.seq + 1 < call->num_decodes && call->lengths[work.seq] == 0) work.seq++;
@@ -94,6 +106,19 @@ static void add_shared(Plan *plan, Work work) {
     }
 }
 
+/* As many KV heads at a time as leave enough work for all threads: what lies together is read together. */
+static int decode_span(const Call *call) {
+    int group = group_size(call), span = MOST_DECODE_HEADS / group;
+    if (span > call->kv_heads) span = call->kv_heads;
+    int64_t pieces = 0, wanted = (int64_t)call->threads * PIECES_PER_THREAD;
+    for (int seq = 0; seq < call->num_decodes && pieces < wanted; seq++) {
+        int keys = call->lengths[seq];
+        if (call->window && keys > call->window) keys = call->window;
+        pieces += 1 + keys / LEAST_PIECE;
+    }
+    return span > 1 && (call->threads == 1 || pieces >= wanted) ? span : 1;
+}
+
 static void make_plan(Plan *plan) {
     const Call *call = plan->call;
     int group = group_size(call);
@@ -102,14 +127,14 @@ static void make_plan(Plan *plan) {
                (int64_t)call->num_decodes * group >= LEAST_SHARED_ROWS;
     plan->shared = pays ? call->shared_prefix : 0;
     plan->shared_parts = 0;
+    plan->span = decode_span(call);
     for (int head = 0; head < group; head += MOST_ROWS) {
-        Work work = {.head = head, .heads = group - head < MOST_ROWS ? group - head : MOST_ROWS};
+        Work work = {.kv_heads = 1, .head = head, .heads = group - head < MOST_ROWS ? group - head : MOST_ROWS};
         for (work.kv_head = 0; plan->shared && work.kv_head < call->kv_heads; work.kv_head++) add_shared(plan, work);
         /* Prefills come after decodes, and cost more: they go first. */
         for (int seq = call->num_seqs - 1; seq >= 0; seq--) {
             int decode = seq < call->num_decodes;
-            for (work.kv_head = 0; work.kv_head < call->kv_heads; work.kv_head++)
-                add_sequence(plan, seq, work, decode ? plan->shared : 0, decode ? plan->shared_parts : 0);
+            add_sequence(plan, seq, work, decode ? plan->shared : 0, decode ? plan->shared_parts : 0);
         }
     }
 }

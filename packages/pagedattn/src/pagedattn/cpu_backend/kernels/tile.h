@@ -183,6 +183,8 @@ static void attend_tile(const Call *call, const Parts *parts, const Work *work, 
         default: attend_keys(call, MOST_VECTORS, &tile, first, count, masked); break;
         }
     }
+    int first_head = work->kv_head * group_size(call) + work->head;
     for (int r = 0; r < used; r++)
-        finish(call, parts, work, r, tile.highest[r], tile.total[r], tile.sums + r, rows);
+        finish(call, parts, work, work->token + r / work->heads, first_head + r % work->heads, tile.highest[r],
+               tile.total[r], tile.sums + r, rows);
 }

@@ -1,0 +1,39 @@
+"""What the model is given for a step."""
+
+import numpy as np
+import torch
+
+from enginecore.runner.inputs import build_inputs
+
+
+def inputs(rows, starts, counts, tables):
+    tables = np.array(tables, np.int32)
+    return build_inputs(
+        np.array(rows),
+        np.array(starts),
+        np.array(counts),
+        tokens=torch.arange(40, dtype=torch.int32).view(4, 10),
+        block_tables=torch.from_numpy(tables),
+        host_tables=tables,
+        block_size=2,
+    )
+
+
+def test_decodes_come_first_and_keep_their_order():
+    made = inputs([2, 0, 3, 1], [0, 4, 1, 6], [3, 1, 2, 1], np.arange(20).reshape(4, 5))
+    assert made.order.tolist() == [1, 3, 0, 2]
+    assert made.ids.tolist() == [4, 16, 20, 21, 22, 31, 32]
+    assert made.positions.tolist() == [4, 6, 0, 1, 2, 1, 2]
+    assert made.batch.num_decodes == 2
+    # Row 0's position 4 is the first of its third block, 2; row 1's position 6 the first of 8.
+    assert made.batch.slots.tolist() == [4, 16, 20, 21, 22, 31, 32]
+    assert made.last.tolist() == [0, 1, 4, 6]
+
+
+def test_a_prefix_that_all_rows_share_is_found():
+    tables = [[7, 8, 1, 2, 0], [7, 8, 3, 4, 0], [7, 8, 5, 0, 0], [9, 8, 6, 0, 0]]
+    assert inputs([0, 1, 2], [6, 7, 4], [1, 1, 2], tables).batch.shared_prefix == 4
+    # Row 2's first query is at position 3, in the second block.
+    assert inputs([0, 1, 2], [6, 7, 3], [1, 1, 2], tables).batch.shared_prefix == 2
+    assert inputs([0, 1, 3], [6, 7, 4], [1, 1, 1], tables).batch.shared_prefix == 0
+    assert inputs([0], [6], [1], tables).batch.shared_prefix == 0
