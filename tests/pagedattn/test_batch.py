@@ -44,6 +44,14 @@ def test_more_queries_than_tokens_are_refused():
         build_batch([1, 3], [1, 2], [[0], [1]], block_size=4)
 
 
+def test_new_tokens_need_blocks_and_lengths_are_whole():
+    assert build_batch([1], [9], [[-1, 0, 4]], block_size=4).slots.tolist() == [16]  # slid out of a window
+    with pytest.raises(ValueError, match=r"sequence 1 has no block for a new token in \[0, -1\]"):
+        build_batch([1, 1], [5, 6], [[2, 3], [0, -1]], block_size=4)
+    with pytest.raises(ValueError, match="query_lengths must be whole numbers, not float64"):
+        build_batch([1.5], [3], [[0]], block_size=4)
+
+
 def test_too_few_blocks_are_refused():
     with pytest.raises(ValueError, match="sequence 0 of 9 tokens needs 3 blocks of 4, not 2"):
         build_batch([1], [9], [[0, 1]], block_size=4)

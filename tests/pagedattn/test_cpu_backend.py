@@ -84,6 +84,11 @@ def test_query_heads_share_kv_heads(q_heads, kv_heads):
     check(case)
 
 
+@pytest.mark.parametrize("group", [17, 71, 80])
+def test_long_contexts_of_groups_wider_than_a_tile(group):
+    check(make_case([(1, 1500), (3, 3000), (40, 1200)], q_heads=group, kv_heads=1, head_dim=16))
+
+
 def test_long_contexts_are_cut_for_several_threads():
     check(make_case([(1, 9000)], q_heads=3, kv_heads=1, head_dim=32))
     check(make_case([(1, 5000), (300, 2900)], q_heads=3, kv_heads=1, head_dim=32), sinks=torch.ones(3))
@@ -129,6 +134,87 @@ def test_rows_that_fill_up_a_batch_give_zero(shared, sinks):
     attend(query, case.cache, padded, scale=0.2, sinks=sinks, out=out, backend="cpu")
     assert_close(out[:7], reference(case, scale=0.2, sinks=sinks))
     assert torch.equal(out[7], torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, torch.inf])
+def test_rows_of_no_length_give_zero_whatever_the_sinks(sink):
+    batch = AttentionBatch(
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        lengths=torch.tensor([0], dtype=torch.int32),
+        block_table=torch.tensor([[-1]], dtype=torch.int32),
+        slots=torch.tensor([-1]),
+        max_query=1,
+        max_length=0,
+        num_decodes=1,
+    )
+    sinks = torch.full((2,), sink)
+    out = attend(
+        torch.ones(1, 2, 16), torch.ones(1, 2, 1, 4, 16), batch, scale=1.0, sinks=sinks, backend="cpu"
+    )
+    assert torch.equal(out, torch.zeros(1, 2, 16))
+
+
+@pytest.mark.parametrize("window", [2**31, 2**32 + 5])
+def test_windows_beyond_every_context_are_none(window):
+    check(make_case([(1, 40), (9, 30)]), window=window)
+
+
+@pytest.mark.parametrize("soft_cap", [1e-2, 30.0, 1e4, 1e8])
+def test_soft_caps_of_every_size(soft_cap):
+    case = make_case([(1, 40), (9, 30)])
+    check(case, soft_cap=soft_cap)
+
+
+def test_nan_of_any_kind_stays_nan():
+    case = make_case([(1, 5)], q_heads=2, kv_heads=1, head_dim=16)
+    payload = torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32)
+    for nan in payload:
+        cache = case.cache.clone()
+        cache[case.batch.block_table[0, 0], 0, :, 2] = nan
+        assert attend(case.query, cache, case.batch, scale=0.2, backend="cpu").isnan().all()
+
+
+WRONG_BATCHES = {
+    "starts that go down": ({"query_starts": [0, 2, 1, 2], "num_decodes": 0}, "query_starts must go from 0"),
+    "starts beyond the tokens": ({"query_starts": [0, 1, 2, 9]}, "query_starts must go from 0"),
+    "more queries than tokens": ({"lengths": [9, 4, 0], "query_starts": [0, 1, 1, 2]}, None),
+    "lengths beyond the table": ({"lengths": [9, 400, 3]}, "what its block table holds"),
+    "negative lengths": ({"lengths": [9, -1, 3]}, "what its block table holds"),
+    "decodes that are none": ({"query_starts": [0, 0, 1, 2]}, "must have one query each"),
+    "a prefix beyond the first query": ({"shared_prefix": 12}, "reaches beyond the first query"),
+    "a block of another cache": ({"block_table": [[0, 1, 9], [1, 2, 3], [3, 0, 0]]}, "not one of the cache"),
+    "no block": ({"block_table": [[0, -1, 0], [1, 2, 3], [3, 0, 0]]}, "not one of the cache"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_BATCHES.values(), ids=WRONG_BATCHES.keys())
+def test_batches_that_would_read_elsewhere_are_refused(changes, message):
+    fields = {
+        "query_starts": [0, 1, 2, 2],
+        "lengths": [9, 10, 3],
+        "block_table": [[0, 1, 2], [1, 2, 3], [3, 0, 0]],
+        "max_query": 1,
+        "max_length": 10,
+        "num_decodes": 2,
+    } | changes
+    tensors = {
+        name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
+    batch = AttentionBatch(**tensors, slots=torch.tensor([-1, -1]))
+    query, cache = torch.zeros(2, 2, 16), torch.zeros(4, 2, 1, 4, 16)
+    if message is None:
+        attend(query, cache, AttentionBatch(**{**tensors, "num_decodes": 1}, slots=batch.slots), scale=1.0)
+        return
+    with pytest.raises(IndexError, match=message):
+        attend(query, cache, batch, scale=1.0, backend="cpu")
+
+
+def test_slots_beyond_the_cache_are_refused_and_nothing_is_stored():
+    cache = torch.zeros(2, 2, 1, 4, 16)
+    with pytest.raises(IndexError, match="slot 8 of token 1 is not in the cache, which has 2 blocks of 4"):
+        write_kv(torch.ones(2, 1, 16), torch.ones(2, 1, 16), cache, torch.tensor([0, 8]), backend="cpu")
+    assert cache.count_nonzero() == 0
 
 
 def test_slices_of_a_fused_projection_and_of_a_wider_output():

@@ -34,10 +34,25 @@ def test_kernels_are_compiled_into_the_folder_that_is_named_and_found_again(tmp_
     assert first.stdout.split() == ["cpu", "32.0", "32.0"], first.stderr
     made = list(tmp_path.rglob("*"))
     assert [path.name for path in made if path.is_file()] == ["kernels.so"]
-    # With the compiler's work done, a compiler that can only say its version is enough.
-    before = made[-1].stat().st_mtime_ns
-    assert run(ATTEND, OCTAVO_CACHE=str(tmp_path)).stdout.split()[0] == "cpu"
-    assert made[-1].stat().st_mtime_ns == before
+    # Found again where there is no compiler.
+    assert run(ATTEND, OCTAVO_CACHE=str(tmp_path), PATH="").stdout.split()[0] == "cpu"
+
+
+def test_kernels_that_do_not_load_are_compiled_again(tmp_path):
+    run(ATTEND, OCTAVO_CACHE=str(tmp_path))
+    (library,) = tmp_path.rglob("kernels.so")
+    library.write_bytes(b"no library")
+    done = run(ATTEND, OCTAVO_CACHE=str(tmp_path))
+    assert done.stdout.split() == ["cpu", "32.0", "32.0"]
+    assert "compiled again" in done.stderr
+
+
+def test_a_compiler_with_arguments_and_one_that_is_not_there(tmp_path):
+    done = run(ATTEND, OCTAVO_CACHE=str(tmp_path / "a"), CC="cc -DNOTHING")
+    assert (done.stdout.split()[0], done.stderr) == ("cpu", "")
+    done = run(ATTEND, OCTAVO_CACHE=str(tmp_path / "b"), CC="tcc-that-is-not-here -O")
+    assert done.stdout.split()[0] == "cpu"
+    assert "CC asks for tcc-that-is-not-here" in done.stderr
 
 
 def test_without_a_compiler_torch_takes_over_and_it_is_said_once(tmp_path):

@@ -8,6 +8,9 @@ from pagedattn.backends import ScoreOptions, backend_name, load_backend
 from pagedattn.batch import AttentionBatch
 from pagedattn.layout import CACHE_DTYPE_NAMES, CACHE_DTYPES, FP8
 
+# Scores divided by less would leave float32.
+SMALLEST_CAP = 1e-30
+
 
 def write_kv(
     key: torch.Tensor,
@@ -72,7 +75,7 @@ def attend(
     - `soft_cap` c: c · tanh(score / c);
     - `alibi_slopes` `[q_heads]`: + slope · (j - p);
     - `window` w: only the w newest positions, p - w < j ≤ p, count; older blocks are not read;
-    - `sinks` `[q_heads]`: a logit a head that joins the softmax's denominator and has no value.
+    - `sinks` `[q_heads]`: a logit a head, below inf, that joins the softmax's denominator and has no value.
 
     `kv_scales` are those that `write_kv` was given for a float8_e4m3fn cache.
 
@@ -91,6 +94,8 @@ def attend(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
             f"query {tuple(query.shape)} {query.dtype} on {query.device}"
         )
+    if 0 in out.stride() and out.numel() > 1 and _overlaps(out):
+        raise ValueError(f"out has elements that share memory: strides {out.stride()}")
     if query.shape[0]:
         options = ScoreOptions(scale, window, soft_cap, alibi_slopes, sinks, kv_scales)
         load_backend(backend_name(cache.device, backend)).attend(query, cache, batch, options, out)
@@ -133,10 +138,10 @@ def _check_options(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 or None, not {window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be above 0 or None, not {soft_cap}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be a whole number of at least 1 or None, not {window}")
+    if soft_cap is not None and not SMALLEST_CAP <= soft_cap < float("inf"):
+        raise ValueError(f"soft_cap must be finite and at least {SMALLEST_CAP} or None, not {soft_cap}")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             if per_head.shape != query.shape[1:2]:
@@ -166,3 +171,7 @@ def _check_device(device: torch.device, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, the cache on {device}")
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))

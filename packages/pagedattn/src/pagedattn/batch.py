@@ -110,11 +110,10 @@ def build_batch(
 ) -> AttentionBatch:
     """An AttentionBatch from host numbers: the new tokens are the last `query_lengths[i]` of `lengths[i]`.
 
-    `block_table` rows may differ in length. Raises ValueError when a sequence has more queries than
-    tokens or fewer blocks than its tokens need.
+    `block_table` rows may differ in length, and hold -1 where no query looks. Raises ValueError when a
+    sequence has more queries than tokens or fewer blocks than its tokens need.
     """
-    counts = np.asarray(query_lengths, dtype=np.int32)
-    totals = np.asarray(lengths, dtype=np.int32)
+    counts, totals = _integers("query_lengths", query_lengths), _integers("lengths", lengths)
     if counts.shape != totals.shape or len(block_table) != len(counts):
         raise ValueError(f"{len(counts)} query lengths, {len(totals)} lengths, {len(block_table)} table rows")
     if (counts < 0).any() or (counts > totals).any():
@@ -135,6 +134,9 @@ def build_batch(
     seqs = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(starts[-1]) - starts[seqs] + (totals - counts)[seqs]
     slots = table[seqs, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    if (slots < 0).any():
+        seq = int(seqs[np.argmax(slots < 0)])
+        raise ValueError(f"sequence {seq} has no block for a new token in {table[seq].tolist()}")
     not_decode = np.flatnonzero(counts != 1)
     return AttentionBatch(
         query_starts=torch.from_numpy(starts).to(device),
@@ -146,3 +148,10 @@ def build_batch(
         shared_prefix=find_shared_prefix(counts, totals, table, block_size),
         num_decodes=int(not_decode[0]) if len(not_decode) else len(counts),
     )
+
+
+def _integers(name: str, numbers: Sequence[int]) -> np.ndarray:
+    given = np.asarray(numbers)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be whole numbers, not {given.dtype}")
+    return given.astype(np.int32)

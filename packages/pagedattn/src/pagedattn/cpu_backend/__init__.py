@@ -18,15 +18,10 @@ from pagedattn.cpu_backend.arguments import (
     float32,
 )
 from pagedattn.cpu_backend.build import load_library
-from pagedattn.torch_backend import (
-    copy_blocks,
-    gelu_and_mul,
-    grouped_matmul,
-    rms_norm,
-    rotary,
-    silu_and_mul,
-    top_k_top_p_sample,
-)
+from pagedattn.cpu_backend.checks import check
+from pagedattn.cpu_backend.neighbours import gelu_and_mul, rms_norm, rotary, silu_and_mul
+from pagedattn.cpu_backend.sampling import top_k_top_p_sample
+from pagedattn.torch_backend import copy_blocks, grouped_matmul
 
 __all__ = [
     "attend",
@@ -62,6 +57,7 @@ def write_kv(
         key_head_stride=key.stride(1),
         value_stride=value.stride(0),
         value_head_stride=value.stride(1),
+        num_slots=cache.shape[0] * block_size,
         num_tokens=slots.shape[0],
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -70,7 +66,12 @@ def write_kv(
         cache_type=TYPES[cache.dtype],
         threads=torch.get_num_threads(),
     )
-    load_library().octavo_write_kv(ctypes.byref(arguments))
+    token = load_library().octavo_write_kv(ctypes.byref(arguments))
+    if token >= 0:
+        raise IndexError(
+            f"slot {slots[token]} of token {token} is not in the cache, "
+            f"which has {cache.shape[0]} blocks of {block_size}"
+        )
 
 
 class _Prepared(NamedTuple):
@@ -91,13 +92,14 @@ def attend(
     query, result = dense(query), out
     if out.stride(-1) != 1:
         result = torch.empty_like(out, memory_format=torch.contiguous_format)
-    key = ("cpu", query.shape[1], query.dtype, cache.shape[2:], cache.dtype, *options[:3])
+    key = ("cpu", query.shape[1], query.dtype, cache.shape, cache.dtype, *options[:3])
     prepared = batch.memo.get(key)
     if prepared is None:
         prepared = batch.memo[key] = _prepare(query, cache, batch, options)
     slopes, sinks = float32(options.alibi_slopes), float32(options.sinks)
     scales = float32(options.kv_scales)
-    arguments = prepared.arguments
+    # A copy: another thread may be attending with the same batch, outside Python's lock.
+    arguments = AttendArguments.from_buffer_copy(prepared.arguments)
     arguments.query = query.data_ptr()
     arguments.cache = cache.data_ptr()
     arguments.out = result.data_ptr()
@@ -131,11 +133,13 @@ def _prepare(
         head_dim=head_dim,
         block_size=block_size,
         shared_prefix=batch.shared_prefix,
-        window=options.window or 0,
+        # One that nothing reaches beyond is none, and may be more than the kernels' integers hold.
+        window=0 if options.window is None or options.window >= batch.max_length else options.window,
         type=TYPES[query.dtype],
         cache_type=TYPES[cache.dtype],
         threads=torch.get_num_threads(),
         scale=options.scale,
         soft_cap=options.soft_cap or 0.0,
     )
+    check(arguments, num_blocks=cache.shape[0], table=table)
     return _Prepared(arguments, (starts, lengths, table))

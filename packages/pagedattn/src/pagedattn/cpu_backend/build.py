@@ -10,9 +10,11 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -42,11 +44,14 @@ def load_library() -> ctypes.CDLL:
 
     Raises BackendUnavailable when there is no compiler or it fails; the message holds what it said.
     """
-    compiler = _find_compiler()
-    path = _cache_folder() / _key(compiler) / "kernels.so"
-    if not path.exists():
-        _compile(compiler, path)
+    path = _cache_folder() / _key() / "kernels.so"
     _share_openmp()
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.warning("the kernels are compiled again, since those of before do not load: %s", error)
+    _compile(_find_compiler(), path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -64,27 +69,22 @@ def usable() -> bool:
     return True
 
 
-def _find_compiler() -> str:
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise BackendUnavailable(
-        "there is no C compiler (CC is not set to one, and cc, gcc, clang are not in PATH)"
-    )
-
-
 def _cache_folder() -> Path:
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named) / "pagedattn"
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "octavo" / "pagedattn"
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(caches) if caches else Path.home() / ".cache") / "octavo" / "pagedattn"
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"there is no home directory for the kernels; set {CACHE_VARIABLE}"
+        ) from error
 
 
-def _key(compiler: str) -> str:
-    """Names a library by all that its bytes depend on: sources, flags, compiler, CPU."""
-    digest = hashlib.sha256(repr((_FLAGS, compiler, _cpu())).encode())
-    digest.update(_run([compiler, "--version"]).stdout.encode())
+def _key() -> str:
+    """Names a library by sources, flags and CPU; whichever compiler made it will do."""
+    digest = hashlib.sha256(repr((_FLAGS, _cpu())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:32]
@@ -99,7 +99,21 @@ def _cpu() -> tuple[str, ...]:
     return (platform.machine(), *(line for line in first if line.startswith(telling)))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _find_compiler() -> list[str]:
+    asked = shlex.split(os.environ.get("CC", ""))
+    if asked and shutil.which(asked[0]):
+        return asked
+    if asked:
+        logger.warning("CC asks for %s, which is not in PATH; looking for another compiler", asked[0])
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise BackendUnavailable(
+        "there is no C compiler (CC is not set to one, and cc, gcc, clang are not in PATH)"
+    )
+
+
+def _compile(compiler: list[str], path: Path) -> None:
     """Build beside `path` and move into place, so that processes that start together do not meet."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,31 +124,43 @@ def _compile(compiler: str, path: Path) -> None:
             f"{CACHE_VARIABLE} names another"
         ) from error
     try:
-        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
-        with_openmp = _run([compiler, *_FLAGS, "-fopenmp", "-c", *sources], folder)
-        if with_openmp.returncode:
-            _check(_run([compiler, *_FLAGS, "-c", *sources], folder), with_openmp.stderr)
-            logger.warning("%s knows no OpenMP: attention on the CPU runs on one thread", compiler)
-        objects = [f"{source.stem}.o" for source in sorted(SOURCES.glob("*.c"))]
+        sources = sorted(SOURCES.glob("*.c"))
+        commands = [[*compiler, *_FLAGS, "-c", str(source)] for source in sources]
+        failed = _run([[*command, "-fopenmp"] for command in commands], folder)
+        if failed:
+            _check(_run(commands, folder), failed)
+            logger.warning("%s knows no OpenMP: attention on the CPU runs on one thread", compiler[0])
+        objects = [f"{source.stem}.o" for source in sources]
         # Without -fopenmp here: the one runtime of the process is torch's, see _share_openmp.
-        _check(_run([compiler, "-shared", *objects, "-o", "kernels.so", "-lm"], folder))
+        _check(_run([[*compiler, "-shared", *objects, "-o", "kernels.so", "-lm"]], folder))
         (Path(folder) / "kernels.so").replace(path)
     finally:
         shutil.rmtree(folder)
 
 
-def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
+def _run(commands: Sequence[list[str]], folder: str) -> str | None:
+    """Run commands side by side; what the first that failed said, or None."""
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BackendUnavailable(f"{command[0]} cannot be run: {error}") from error
+        running = [
+            subprocess.Popen(
+                command, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+            for command in commands
+        ]
+    except OSError as error:
+        return str(error)
+    said = [process.communicate()[1] for process in running]
+    for command, process, text in zip(commands, running, said):
+        if process.returncode:
+            lines = text.strip().splitlines()
+            errors = [line for line in lines if "error" in line] or lines or [f"status {process.returncode}"]
+            return f"{command[0]} failed: {errors[0]}"
+    return None
 
 
-def _check(done: subprocess.CompletedProcess[str], said_before: str = "") -> None:
-    if done.returncode:
-        said = (done.stderr or said_before).strip().splitlines()
-        errors = [line for line in said if "error" in line] or said
-        raise BackendUnavailable(f"{done.args[0]} failed: {errors[0] if errors else done.returncode}")
+def _check(failed: str | None, failed_before: str | None = None) -> None:
+    if failed:
+        raise BackendUnavailable(failed_before or failed)
 
 
 def _share_openmp() -> None:

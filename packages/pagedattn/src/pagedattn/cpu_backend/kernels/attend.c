@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 
+#include "check.h"
 #include "decode.h"
 #include "plan.h"
 
@@ -49,7 +50,7 @@ static int run(const Plan *plan, const Parts *parts, int threads) {
         for (int64_t i = 0; i < plan->num_works; i++) {
             if (!scratch) continue;
             const Work *work = plan->works + i;
-            if (by_rows_pays(call, work->tokens, work->heads))
+            if (by_rows_pays(call, work->tokens, slice_heads(call)))
                 attend_decode(call, parts, work, scratch);
             else
                 attend_tile(call, parts, work, scratch);
@@ -65,6 +66,10 @@ static int run(const Plan *plan, const Parts *parts, int threads) {
         free(scratch);
     }
     return failed;
+}
+
+int octavo_check_batch(const Call *call, int64_t num_blocks, int64_t table_columns, int32_t *which) {
+    return check_batch(call, num_blocks, table_columns, which);
 }
 
 /* Returns 0, or -1 when memory is short. */

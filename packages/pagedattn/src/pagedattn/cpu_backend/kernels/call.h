@@ -88,7 +88,8 @@ INLINE void finish(const Call *call, const Parts *parts, const Work *work, int t
         return;
     }
     float factor = 1.0f;
-    if (call->sinks) {
+    if (highest == -INFINITY) total = 0.0f; /* nothing was seen: 0, whatever the sink */
+    if (call->sinks && total != 0.0f) {
         float sink = call->sinks[head], top = sink > highest ? sink : highest;
         factor = expf(highest - top);
         total = total * factor + expf(sink - top);

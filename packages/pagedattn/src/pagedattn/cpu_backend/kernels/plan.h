@@ -31,14 +31,22 @@ INLINE int by_rows_pays(const Call *call, int tokens, int heads) {
     return tokens == 1 && heads <= DECODE_GROUP && call->head_dim % W == 0;
 }
 
+/* A group of heads that no tile can hold is cut into slices of about this many. */
+INLINE int slice_heads(const Call *call) {
+    int group = group_size(call), slices = (group + MOST_ROWS - 1) / MOST_ROWS;
+    return (group + slices - 1) / slices;
+}
+
+/* Tokens of a tile: the same for all slices, so that all heads of a token have the same parts. */
+INLINE int tile_tokens(const Call *call) { return MOST_ROWS / slice_heads(call); }
+
 /* A key that is read costs about as much as multiplying it with eight rows. */
 INLINE int64_t key_cost(int rows) { return 8 + rows; }
 
 /* Keys a piece, so that it costs about `piece_cost`: a multiple of KEYS, and the same for all heads of a token. */
 static int piece_length(const Plan *plan, int keys, int tokens, int kv_heads) {
-    int heads = group_size(plan->call);
-    if (heads > MOST_ROWS) heads = MOST_ROWS;
-    int64_t most = plan->piece_cost ? plan->piece_cost / key_cost(tokens * heads) / kv_heads : keys;
+    int rows = tokens * slice_heads(plan->call);
+    int64_t most = plan->piece_cost ? plan->piece_cost / key_cost(rows) / kv_heads : keys;
     if (most < LEAST_PIECE) most = LEAST_PIECE;
     int pieces = (keys + most - 1) / most;
     if (pieces <= 1) return keys > 0 ? keys : 1;
@@ -63,7 +71,7 @@ static void add_pieces(Plan *plan, Work work, int length, int first_part) {
 static void add_sequence(Plan *plan, int seq, Work work, int begin, int first_part) {
     const Call *call = plan->call;
     int start = call->query_starts[seq], count = call->query_starts[seq + 1] - start, length = call->lengths[seq];
-    int most = MOST_ROWS / work.heads;
+    int most = tile_tokens(call);
     work.seq = seq;
     /* The last tile reads the most keys, so it goes first. */
     for (int first = (count - 1) / most * most; first >= 0 && count > 0; first -= most) {
@@ -74,7 +82,7 @@ static void add_sequence(Plan *plan, int seq, Work work, int begin, int first_pa
         work.begin = begin;
         if (call->window && work.position >= call->window) work.begin = work.position + 1 - call->window;
         if (length == 0) work.begin = work.position = work.end = 0;
-        int spans = by_rows_pays(call, work.tokens, work.heads) ? plan->span : 1;
+        int spans = by_rows_pays(call, work.tokens, slice_heads(call)) ? plan->span : 1;
         int piece = piece_length(plan, work.end - work.begin, work.tokens, spans);
         for (work.kv_head = 0; work.kv_head < call->kv_heads; work.kv_head += spans) {
             work.kv_heads = call->kv_heads - work.kv_head < spans ? call->kv_heads - work.kv_head : spans;
@@ -86,8 +94,7 @@ static void add_sequence(Plan *plan, int seq, Work work, int begin, int first_pa
 /* The positions that all decodes share. */
 static void add_shared(Plan *plan, Work work) {
     const Call *call = plan->call;
-    int most = MOST_ROWS / work.heads;
-    int length = piece_length(plan, plan->shared, MOST_ROWS / group_size(call) + 1, 1);
+    int most = tile_tokens(call), length = piece_length(plan, plan->shared, most, 1);
     plan->shared_parts = (plan->shared + length - 1) / length;
     work.seq = 0;
     while (work.seq + 1 < call->num_decodes && call->lengths[work.seq] == 0) work.seq++;
@@ -121,15 +128,15 @@ static int decode_span(const Call *call) {
 
 static void make_plan(Plan *plan) {
     const Call *call = plan->call;
-    int group = group_size(call);
+    int group = group_size(call), slice = slice_heads(call);
     plan->num_works = plan->cost = 0;
     int pays = !call->window && call->shared_prefix >= LEAST_SHARED_KEYS &&
                (int64_t)call->num_decodes * group >= LEAST_SHARED_ROWS;
     plan->shared = pays ? call->shared_prefix : 0;
     plan->shared_parts = 0;
     plan->span = decode_span(call);
-    for (int head = 0; head < group; head += MOST_ROWS) {
-        Work work = {.kv_heads = 1, .head = head, .heads = group - head < MOST_ROWS ? group - head : MOST_ROWS};
+    for (int head = 0; head < group; head += slice) {
+        Work work = {.kv_heads = 1, .head = head, .heads = group - head < slice ? group - head : slice};
         for (work.kv_head = 0; plan->shared && work.kv_head < call->kv_heads; work.kv_head++) add_shared(plan, work);
         /* Prefills come after decodes, and cost more: they go first. */
         for (int seq = call->num_seqs - 1; seq >= 0; seq--) {

@@ -207,14 +207,20 @@ INLINE vf vexp(vf x) {
     p = p * r + splat(1.6666665459e-1f);
     p = p * r + splat(5.0000001201e-1f);
     p = p * r * r + r + splat(1.0f);
-    vf power = (vf)(((vi)shifted << 23) + (vi)p);
-    return choose(x < splat(-87.0f), (vf){0}, power);
+    vf power = (vf)(((vu)shifted << 23) + (vu)p);
+    return choose(x < splat(-87.0f), (vf){0}, choose(x == x, power, x));
 }
 
-/* tanh, exact to rounding errors of 1 - 2 / (e^2x + 1); what saturates is cut before e^2x overflows. */
+/* tanh to some units in the last place: its series where 1 - 2 / (e^2x + 1) would cancel. */
 INLINE vf vtanh(vf x) {
-    vf cut = choose(x > splat(15.0f), splat(15.0f), x);
-    return splat(1.0f) - splat(2.0f) / (vexp(cut + cut) + splat(1.0f));
+    vf cut = choose(x > splat(15.0f), splat(15.0f), x), y = x * x;
+    vf large = splat(1.0f) - splat(2.0f) / (vexp(cut + cut) + splat(1.0f));
+    vf small = splat(62.0f / 2835.0f);
+    small = small * y - splat(17.0f / 315.0f);
+    small = small * y + splat(2.0f / 15.0f);
+    small = small * y - splat(1.0f / 3.0f);
+    small = small * y * x + x;
+    return choose(y < splat(0.0625f), small, large);
 }
 
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)

@@ -9,6 +9,7 @@ typedef struct {
     const int64_t *slots;
     const float *kv_scales; /* NULL stores as it is */
     int64_t key_stride, key_head_stride, value_stride, value_head_stride;
+    int64_t num_slots;
     int32_t num_tokens, kv_heads, head_dim, block_size;
     int32_t type, cache_type, threads;
 } WriteCall;
@@ -27,7 +28,10 @@ INLINE void store_row(const WriteCall *call, void *to, const void *from, float s
     for (; d < dim; d++) store_one(FLOAT8, to, d, load_one(call->type, from, d) / scale);
 }
 
-void octavo_write_kv(const WriteCall *call) {
+/* Returns -1, or the first token whose slot the cache does not have; nothing is stored then. */
+int octavo_write_kv(const WriteCall *call) {
+    for (int token = 0; token < call->num_tokens; token++)
+        if (call->slots[token] >= call->num_slots) return token;
     int64_t size = size_of(call->type), row_bytes = call->head_dim * size_of(call->cache_type);
     int64_t elements = (int64_t)call->num_tokens * call->kv_heads * call->head_dim;
     int threads = elements / LEAST_ELEMENTS_PER_THREAD < call->threads ? 1 + elements / LEAST_ELEMENTS_PER_THREAD
@@ -49,4 +53,5 @@ void octavo_write_kv(const WriteCall *call) {
                       scales ? scales[call->kv_heads + head] : 1.0f);
         }
     }
+    return -1;
 }

@@ -1,0 +1,48 @@
+/* What kernels over rows of elements share. */
+
+#pragma once
+
+#include "vectors.h"
+
+/* Where row r lies: rows are counted in two levels (tokens and heads), each with its stride in elements. */
+typedef struct {
+    int64_t rows, inner, stride, inner_stride;
+} Rows;
+
+INLINE int64_t offset_of(const Rows *rows, int64_t row) {
+    return row / rows->inner * rows->stride + row % rows->inner * rows->inner_stride;
+}
+
+INLINE const void *at(int type, const void *p, int64_t index) { return (const char *)p + index * size_of(type); }
+
+/* The elements from `index` on, of which there are `left`; lanes beyond them are 0. */
+INLINE vf load_upto(int type, const void *p, int64_t index, int64_t left) {
+    if (left >= W) return load_as(type, p, index);
+    float line[W] = {0};
+    for (int64_t i = 0; i < left; i++) line[i] = load_one(type, p, index + i);
+    return load(line);
+}
+
+INLINE void store_upto(int type, void *p, int64_t index, int64_t left, vf x) {
+    if (left >= W) {
+        store_as(type, p, index, x);
+        return;
+    }
+    float line[W];
+    store(line, x);
+    for (int64_t i = 0; i < left; i++) store_one(type, p, index + i, line[i]);
+}
+
+/* Runs `work` over all rows, on as many threads as they are worth: one more for each `least` elements. */
+static inline void over_rows(void (*work)(const void *call, int64_t begin, int64_t end), const void *call,
+                             int64_t rows, int64_t elements_per_row, int64_t least, int threads) {
+    int64_t worth = 1 + rows * elements_per_row / least;
+    if (worth < threads) threads = worth;
+    if (rows < threads) threads = rows;
+    if (threads <= 1) {
+        work(call, 0, rows); /* even a team of one takes OpenMP as long as a short row takes here */
+        return;
+    }
+#pragma omp parallel for num_threads(threads)
+    for (int part = 0; part < threads; part++) work(call, rows * part / threads, rows * (part + 1) / threads);
+}

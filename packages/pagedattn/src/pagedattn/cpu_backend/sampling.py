@@ -1,0 +1,36 @@
+"""Drawing tokens by the C kernel, a row at a time on each thread."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedattn.cpu_backend.arguments import SAMPLE, TYPES, dense
+from pagedattn.cpu_backend.neighbours import FLOATS, kernels
+
+
+def top_k_top_p_sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """See `pagedattn.top_k_top_p_sample`."""
+    logits = dense(logits if logits.dtype in FLOATS else logits.float())
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    offset = min_p.log().mul_(temperature)
+    columns = [part.contiguous() for part in (temperature, top_p, offset, top_k, seeds, positions)]
+    arguments = SAMPLE.pack(
+        logits.data_ptr(),
+        *(part.data_ptr() for part in columns),
+        tokens.data_ptr(),
+        logits.stride(0),
+        *logits.shape,
+        TYPES[logits.dtype],
+        torch.get_num_threads(),
+    )
+    if kernels().sample(arguments):
+        raise MemoryError("sampling on the CPU found no memory for its scratch space")
+    return tokens
