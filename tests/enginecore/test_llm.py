@@ -222,3 +222,26 @@ def test_penalties_beyond_float32(llm):
         llm.generate("abc", params)[0].outputs[0].token_ids
         == llm.generate("abc", large)[0].outputs[0].token_ids
     )
+
+
+def test_a_float8_cache_stays_near_the_full_one(model):
+    prompt = {"prompt_token_ids": list(range(5, 45))}
+    ask = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    logprobs = {}
+    for cache in ("auto", "fp8"):
+        llm = LLM(
+            str(model),
+            dtype="float32",
+            device="cpu",
+            max_model_len=64,
+            max_logprobs=-1,
+            kv_cache_dtype=cache,
+        )
+        first, again = llm.generate(prompt, ask)[0], llm.generate(prompt, ask)[0]
+        assert again.num_cached_tokens == 32
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids
+        entries = first.outputs[0].logprobs[0]
+        logprobs[cache] = np.array([entries[token].logprob for token in sorted(entries)])
+    # Three bits after the leading one: keys and values are off by up to 1 / 16.
+    difference = np.abs(logprobs["auto"] - logprobs["fp8"])
+    assert 1e-4 < difference.max() < 0.1 * np.ptp(logprobs["auto"])

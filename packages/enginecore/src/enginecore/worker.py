@@ -79,8 +79,9 @@ class Worker:
             max_positions=min(limit, spec.max_position),
         )
         progress("weights loaded")
+        cached = self.dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
         layout = KVLayout(
-            len(self._model.layers), self._model.kv_heads, spec.head_dim, config.block_size, self.dtype
+            len(self._model.layers), self._model.kv_heads, spec.head_dim, config.block_size, cached
         )
         comms.world.barrier()  # so that what others still load does not count as free
         available = self._available(config, layout, local_size)
