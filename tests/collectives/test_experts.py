@@ -200,8 +200,9 @@ def test_balanced_refuses_what_cannot_be():
         ExpertPlacement.balanced([1] * 4, 2, redundant=5)
     with pytest.raises(ValueError, match="got -1"):
         ExpertPlacement.balanced([1] * 4, 2, redundant=-1)
-    with pytest.raises(ValueError, match="loads must not be negative, got -3"):
-        ExpertPlacement.balanced([1, -3], 2)
+    for load in (-3, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"loads must be finite and not negative, got {load}"):
+            ExpertPlacement.balanced([1, load], 2)
 
 
 @st.composite
@@ -277,11 +278,17 @@ def test_layers_of_different_numbers_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "content,error",
     [
-        ('{"num_experts": 3, "ranks": [[0], [1]]}', r"no rank of 2 holds the experts \[2\]"),
+        ('{"num_experts": 3, "ranks": [[0], [1]]}', r"no rank of 2 holds 1 of the experts, first 2"),
         ('{"num_experts": 2, "ranks": [[0, 1], [2, -1]]}', r"rank 1 holds \[2, -1\], but experts are 0 to 1"),
         ('{"num_experts": 2, "ranks": [[0, 1, 0]]}', r"rank 0 holds an expert twice: \[0, 1, 0\]"),
         ('{"ranks": [[0]]}', "num_experts"),
-        ('{"num_experts": 1, "ranks": [0]}', "not iterable"),
+        ('{"num_experts": 1, "ranks": [0]}', "0 is no list"),
+        ('{"num_experts": 3, "ranks": ["02", "12"]}', "'02' is no list"),
+        ('{"num_experts": 2, "ranks": [[0.9], [1]]}', "0.9 is no whole number"),
+        ('{"num_experts": true, "ranks": [[0]]}', "True is no whole number"),
+        ('{"num_experts": Infinity, "ranks": [[0]]}', "inf is no whole number"),
+        ('{"num_experts": 1000000000000, "ranks": [[0]]}', "999999999999 of the experts, first 1"),
+        ("[" * 100000, "RecursionError"),
         ('{"num_experts": 2, "layers": [[[0], [1]], [[0, 1]]]}', "same numbers of experts and ranks"),
         ('{"num_experts": 2, "layers": []}', "same numbers of experts and ranks"),
         ('[["0"]]', "indices"),

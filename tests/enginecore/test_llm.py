@@ -1,5 +1,6 @@
 """`LLM` and `LLMEngine`: text in, text out, in the caller's own process."""
 
+import signal
 import subprocess
 import sys
 
@@ -245,3 +246,19 @@ def test_a_float8_cache_stays_near_the_full_one(model):
     # Three bits after the leading one: keys and values are off by up to 1 / 16.
     difference = np.abs(logprobs["auto"] - logprobs["fp8"])
     assert 1e-4 < difference.max() < 0.1 * np.ptp(logprobs["auto"])
+
+
+def test_an_interrupted_engine_goes_on(llm, monkeypatch):
+    expected = llm.generate("abc", SamplingParams(**GREEDY))[0].outputs[0].token_ids
+    submit = llm.engine.core._executor.submit
+
+    def interrupted(step):
+        signal.raise_signal(signal.SIGINT)
+        submit(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.core._executor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["ab", "cd"], SamplingParams(**GREEDY))
+    assert llm.generate("abc", SamplingParams(**GREEDY))[0].outputs[0].token_ids == expected
+    assert nothing_left(llm)

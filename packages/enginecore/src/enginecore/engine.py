@@ -1,5 +1,11 @@
 """An engine in the caller's own process, stepped by hand."""
 
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
 from enginecore.config import EngineConfig
 from enginecore.core import EngineCore
 from enginecore.executor.choice import make_executor
@@ -47,9 +53,11 @@ class LLMEngine:
             self.core.add(0, message)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what changed for the requests in it."""
+        """Run one step and return what changed for the requests in it; Ctrl-C waits for its end."""
         found: list[RequestOutput] = []
-        for outputs in self.core.step().values():
+        with _interrupts_wait():
+            stepped = self.core.step()
+        for outputs in stepped.values():
             received = self.frontend.receive(outputs)
             found += received.outputs
             if received.abort:
@@ -71,3 +79,26 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Give the model's memory back."""
         self.core.shutdown()
+
+
+@contextmanager
+def _interrupts_wait() -> Generator[None]:
+    """Handle SIGINT afterwards, since a step cut short cannot be gone on with; a second one at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[FrameType | None] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            handler(number, frame)
+        waiting.append(frame)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if waiting:
+        handler(signal.SIGINT, waiting[0])
