@@ -79,16 +79,18 @@ def rule_of_thumb(kind: Kind, padded_dim: int, itemsize: int, capability: tuple[
     before_hopper = capability < (9, 0)
     if itemsize == 4:
         if padded_dim > 128:
-            return LaunchShape(16, 32, 8, 2)
-        return LaunchShape(32, 32, 4, 3) if padded_dim <= 64 else LaunchShape(16, 32, 8, 3)
+            return LaunchShape(16, 16, 8, 2) if before_hopper else LaunchShape(16, 32, 8, 2)
+        if padded_dim > 64:
+            return LaunchShape(16, 32, 8, 3)
+        return LaunchShape(16 if before_hopper else 32, 32, 4, 3)
     if kind == "decode":
         keys = (8 << 10 if fp8 else 16 << 10) // (padded_dim * itemsize)
-        most_keys = min(64 if fp8 and before_hopper else 128, 2 * padded_dim)
+        most_keys = min(64 if fp8 and before_hopper else 128, padded_dim if before_hopper else 2 * padded_dim)
         return LaunchShape(64 if padded_dim <= 128 else 32, max(32, min(keys, most_keys)), 4, 7 if fp8 else 5)
     if padded_dim > 128:
         return LaunchShape(32 if fp8 else 64, 32, 8, 3)
-    if before_hopper and (fp8 or padded_dim > 64):
-        return LaunchShape(64, 32 if fp8 else 64, 8, 3)
+    if before_hopper and (fp8 or padded_dim > 64 or padded_dim <= 32):
+        return LaunchShape(64, 32 if fp8 and padded_dim > 32 else 64, 8, 3)
     return LaunchShape(128, 64, 8, 3)
 
 
