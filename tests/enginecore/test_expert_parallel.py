@@ -136,7 +136,7 @@ def test_from_loads_to_a_placement_with_a_copy_of_the_busiest(tmp_path, capsys):
         ("[]", [], "holds no loads"),
         ("[[1, 2], [1]]", [], "equally many a layer"),
         ("[[1, 2]]", ["--redundant", "3"], "2 experts on 2 ranks can have 0 to 2 redundant copies, got 3"),
-        ("[[1, -2]]", [], "loads must not be negative, got -2"),
+        ("[[1, -2]]", [], "loads must be finite and not negative, got -2"),
         ("{", [], "expert_placement: "),
     ],
 )

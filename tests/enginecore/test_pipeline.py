@@ -19,7 +19,6 @@ from cores import run, start_core
 from enginecore.core import EngineCore
 from enginecore.errors import ConfigError
 from enginecore.executor.choice import make_executor
-from enginecore.executor.distributed import DistributedExecutor
 from enginecore.model_files import locate
 from enginecore.models.families import decoder_spec
 from enginecore.models.stages import split_layers
@@ -122,8 +121,10 @@ def test_experts_are_counted_on_all_stages(pipeline):
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "the model has no experts"),
     ],
 )
-def test_cuts_that_cannot_be_are_refused_before_there_is_a_process(tmp_path, asked, message):
+def test_cuts_that_cannot_be_are_refused_before_there_is_a_process(tmp_path, monkeypatch, asked, message):
+    start = "enginecore.executor.processes.start_processes"
+    monkeypatch.setattr(start, lambda settings: pytest.fail("started"))
     path = save_random(llama_config(), tmp_path)
     config = options(path, **asked)
     with pytest.raises(ConfigError, match=message):
-        DistributedExecutor(config, locate(config.model), launch=lambda settings: pytest.fail("launched"))
+        make_executor(config, locate(config.model))

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from collectives import Grid, attention_shards
+from collectives import Grid
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
 from enginecore.executor.executor import depth
@@ -35,7 +35,6 @@ from enginecore.executor.wire import (
     encode_step,
 )
 from enginecore.model_files import ModelFiles
-from enginecore.models.families import decoder_spec
 from enginecore.runner.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -102,7 +101,6 @@ class DistributedExecutor:
             ConfigError, ModelError: a worker refused to start; the message is its own, with its rank.
             WorkerDied: a worker ended.
         """
-        _check_cuts(config, files)
         self._grid = Grid(pp=config.pipeline_parallel_size, tp=config.tensor_parallel_size)
         self._timeout = config.distributed_timeout_seconds
         self._placement = placement or on_this_host(self._grid.size)
@@ -280,22 +278,6 @@ class DistributedExecutor:
         if isinstance(error, WorkerDied):
             logger.error("%s\n%s", error, error.details)
         raise error
-
-
-def _check_cuts(config: EngineConfig, files: ModelFiles) -> None:
-    """Refuse what no rank could load, before there is a process for each."""
-    spec = decoder_spec(files.config)
-    stages, ranks = config.pipeline_parallel_size, config.tensor_parallel_size
-    if stages > spec.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={stages} is more than the {spec.num_layers} layers the model has"
-        )
-    try:
-        attention_shards(spec.num_heads, spec.num_kv_heads, ranks)
-    except ValueError as error:
-        raise ConfigError(f"tensor_parallel_size={ranks}: {error}") from error
-    if config.enable_expert_parallel and spec.experts is None:
-        raise ConfigError("enable_expert_parallel: the model has no experts")
 
 
 def _end(workers: Sequence[WorkerHandle], steps: StepWriter, timeout: float) -> None:
