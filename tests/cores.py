@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from enginecore.config import make_config
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.executor.inproc import InprocExecutor
 from enginecore.messages import AddRequest, tokens_to_bytes
 from enginecore.model_files import locate
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 
 
 def start_core(model: Path | str, *, depth: int = 1, **options: Any) -> EngineCore:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from collectives import Communicator, LocalCommunicator
 from enginecore.model_files import locate
-from enginecore.models.decoder import Decoder
-from enginecore.models.loading import load_decoder
+from enginecore.worker.models.decoder import Decoder
+from enginecore.worker.weights.loading import load_decoder
 from pagedattn import KVLayout, allocate, build_batch
 
 BLOCK_TABLE = [2, 0, 3, 1]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from enginecore.runner.step import StepInput
+from enginecore.executor.step import StepInput
 
 
 def ids(*values: int) -> np.ndarray:

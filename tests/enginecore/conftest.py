@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import ROLES, backend
-from enginecore.text.tokenizer import Tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

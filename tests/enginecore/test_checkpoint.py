@@ -12,8 +12,8 @@ from collectives import LocalCommunicator
 from cores import Ask, run, start_core
 from enginecore.errors import ModelError
 from enginecore.model_files import locate
-from enginecore.models.loading import load_decoder
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
+from enginecore.worker.weights.loading import load_decoder
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from checkpoints import llama_config, random_sizes, save_random
 from cores import Ask, collect, message, run, start_core
 from enginecore.errors import ConfigError
 from enginecore.messages import LENGTH, STOP, AddRequest, tokens_to_bytes
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

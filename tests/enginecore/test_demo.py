@@ -7,7 +7,7 @@ import pytest
 
 from checkpoints import Oracle, same_tokens
 from cores import Ask, run, start_core
-from enginecore import gguf_file
+from enginecore import gguf
 from enginecore.model_files import locate
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -68,7 +68,7 @@ def test_the_demo_is_read_as_transformers_reads_it(demo):
 @pytest.mark.slow
 def test_twenty_prompts_of_the_demo_as_transformers_answers_them(demo):
     oracle = Oracle(demo.path.parent, gguf_file=demo.path.name)
-    vocabulary = gguf_file.read(demo.path).metadata["tokenizer.ggml.tokens"]
+    vocabulary = gguf.read(demo.path).metadata["tokenizer.ggml.tokens"]
     words = {text: number for number, text in enumerate(vocabulary)}
     # Whole words of the vocabulary stand in for a tokenizer, which is tested elsewhere.
     prompts = [[words[w] for w in q.replace(" ", " Ġ").split() if w in words] or [1] for q in QUESTIONS]

@@ -9,9 +9,9 @@ from collectives.ring import RingReader
 from enginecore.config import make_config
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, WorkerDied
 from enginecore.executor.distributed import DistributedExecutor, Ending
+from enginecore.executor.step import StepInput, StepOutput
 from enginecore.executor.wire import Failure, Loaded, Progress, StepDone, decode_step
 from enginecore.model_files import ModelFiles
-from enginecore.runner.step import StepInput, StepOutput
 from steps import decode_only, ids
 
 LOADED = Loaded(10, 2, 64, 100, 320, on_cpu=True)

@@ -20,12 +20,12 @@ from collectives import LocalCommunicator
 from cores import run, start_core
 from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError, EngineDeadError, ModelError
 from enginecore.executor.choice import make_executor
 from enginecore.model_files import locate
-from enginecore.runner.memory import cache_size
-from enginecore.worker import agreed_size
+from enginecore.worker.runner.kv_sizing import cache_size
+from enginecore.worker.worker import agreed_size
 from executors import Smaller, assert_same, options, ragged_asks
 from pagedattn import KVLayout
 

@@ -18,7 +18,7 @@ import byte_tokenizer
 from checkpoints import llama_config, save_random
 from cores import Ask, message, run, start_core
 from enginecore import AsyncEngine
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError, WorkerDied
 from enginecore.executor.choice import make_executor
 from enginecore.executor.ray_cluster import rank_order

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from enginecore.executor.step import BlockCopies, PositionLogprobs, RowStart, SampledTokens, StepOutput
 from enginecore.executor.wire import (
     Failure,
     Loaded,
@@ -17,8 +18,7 @@ from enginecore.executor.wire import (
     encode_message,
     encode_step,
 )
-from enginecore.runner.step import BlockCopies, PositionLogprobs, RowStart, SampledTokens, StepOutput
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 from steps import decode_only, ids
 
 

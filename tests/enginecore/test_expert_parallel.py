@@ -14,7 +14,7 @@ from collectives import ExpertPlacement, load_placements, save_placements
 from cores import Ask, run, start_core
 from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError
 from enginecore.executor.choice import make_executor
 from enginecore.model_files import locate

@@ -7,13 +7,13 @@ import pytest
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
-from enginecore.frontend import Frontend, Prompt, Received, Usage
+from enginecore.frontend.frontend import Frontend, Prompt, Received, Usage
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.messages import AddRequest, Outputs, Ready, TokenLogprobs, tokens_from_bytes
 from enginecore.model_files import ModelFiles
 from enginecore.outputs import Logprob, RequestOutput
-from enginecore.sampling.params import RequestOutputKind, SamplingParams
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.tokenizer import Tokenizer
+from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 EOS, EOT = 257, 258
 DELTA, CUMULATIVE, FINAL_ONLY = (

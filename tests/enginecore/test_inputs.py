@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from enginecore.runner.inputs import build_inputs
+from enginecore.worker.runner.inputs import build_inputs
 
 
 def inputs(rows, starts, counts, tables):

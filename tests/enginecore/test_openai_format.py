@@ -5,10 +5,10 @@ import math
 import pytest
 
 from enginecore.errors import RequestError
-from enginecore.openai_format import answers, checks, conversion
-from enginecore.openai_format.bodies import ChatBody, CompletionBody, decode
+from enginecore.frontend.openai import answers, conversion, validation
+from enginecore.frontend.openai.bodies import ChatBody, CompletionBody, decode
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
-from enginecore.sampling.params import RequestOutputKind
+from enginecore.sampling_params import RequestOutputKind
 
 
 class Letters:
@@ -37,16 +37,16 @@ def test_an_error_names_the_field_and_the_place():
 
 
 def test_the_model_is_looked_at_first():
-    assert checks.model_name(b"{}", ["x", "y"]) == "x"
-    assert checks.model_name(b'{"model": "y", "temperature": "x"}', ["x", "y"]) == "y"
-    with pytest.raises(checks.ModelNotFound, match="there is no model 'z' here, only x, y"):
-        checks.model_name(b'{"model": "z", "temperature": "x"}', ["x", "y"])
+    assert validation.model_name(b"{}", ["x", "y"]) == "x"
+    assert validation.model_name(b'{"model": "y", "temperature": "x"}', ["x", "y"]) == "y"
+    with pytest.raises(validation.ModelNotFound, match="there is no model 'z' here, only x, y"):
+        validation.model_name(b'{"model": "z", "temperature": "x"}', ["x", "y"])
 
 
 def test_a_body_without_limit_on_logprobs():
-    assert checks.read_completion(b'{"logprobs": 1000}', -1).logprobs == 1000
+    assert validation.read_completion(b'{"logprobs": 1000}', -1).logprobs == 1000
     with pytest.raises(RequestError, match="logprobs must be at least 0, got -1"):
-        checks.read_completion(b'{"logprobs": -1}', -1)
+        validation.read_completion(b'{"logprobs": -1}', -1)
 
 
 def test_output_kinds():

@@ -16,12 +16,12 @@ from checkpoints import (
     save_random,
 )
 from cores import run, start_core
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError
 from enginecore.executor.choice import make_executor
 from enginecore.model_files import locate
-from enginecore.models.families import decoder_spec
-from enginecore.models.stages import split_layers
+from enginecore.worker.models.families import decoder_spec
+from enginecore.worker.models.stages import split_layers
 from executors import Smaller, assert_same, options, ragged_asks
 
 CONFIGS = {

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from checkpoints import gemma_config, gpt2_config, llama_config, qwen3_moe_config
-from enginecore.models.families import decoder_spec
-from enginecore.models.stages import split_layers
+from enginecore.worker.models.families import decoder_spec
+from enginecore.worker.models.stages import split_layers
 
 
 def spec(config, architecture):

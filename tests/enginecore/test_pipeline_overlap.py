@@ -10,9 +10,9 @@ import torch
 from checkpoints import llama_config, save_random
 from collectives import LocalCommunicator
 from cores import Ask, run, start_core
-from enginecore.core import EngineCore
-from enginecore.models.stages import split_layers
-from enginecore.runner.runner import Runner
+from enginecore.core.engine_core import EngineCore
+from enginecore.worker.models.stages import split_layers
+from enginecore.worker.runner.runner import Runner
 from executors import options
 from model_steps import load
 from pagedattn import KVLayout, allocate

@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from enginecore.runner.rows import Rows
-from enginecore.runner.step import RowStart, StepInput
-from enginecore.sampling.params import SamplingParams
-from enginecore.sampling.processors import apply_penalties
-from enginecore.sampling.sampler import sample
+from enginecore.executor.step import RowStart, StepInput
+from enginecore.sampling_params import SamplingParams
+from enginecore.worker.runner.rows import Rows
+from enginecore.worker.sampling.processors import apply_penalties
+from enginecore.worker.sampling.sampler import sample
 
 VOCAB = 600
 NONE = np.zeros(0, np.int32)

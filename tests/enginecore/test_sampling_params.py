@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

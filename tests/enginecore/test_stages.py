@@ -5,8 +5,8 @@ import torch
 
 from checkpoints import gemma_config, gpt2_config, llama_config, qwen3_moe_config, save_random
 from collectives import LocalCommunicator
-from enginecore.models.decoder import Decoder
-from enginecore.models.parallel import ModelParallel
+from enginecore.worker.models.decoder import Decoder
+from enginecore.worker.models.parallel import ModelParallel
 from model_steps import load, run_stages
 
 IDS = [(5 * i * i + i + 3) % 256 for i in range(24)]

@@ -16,8 +16,8 @@ from enginecore.executor import processes
 START = """
 import sys
 from enginecore.config import make_config
-from enginecore.core import EngineCore
-from enginecore.core_process import CoreServer
+from enginecore.core.engine_core import EngineCore
+from enginecore.core.process import CoreServer
 from enginecore.executor.choice import make_executor
 from enginecore.model_files import locate
 

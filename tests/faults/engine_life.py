@@ -55,7 +55,7 @@ async def workers_of(core_pid: int) -> list[psutil.Process]:
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return "enginecore.worker_process" in process.cmdline()
+        return "enginecore.worker.process" in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from cores import Ask, run
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.errors import OctavoError
 from enginecore.executor.distributed import DistributedExecutor, Ending
 from enginecore.executor.link import CoreEnd

@@ -11,7 +11,7 @@ from enginecore.config import EngineConfig
 from enginecore.errors import RequestError
 from enginecore.messages import EngineStats, Ready
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 
 EOS = 257
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from stepping_engine import Prompt, SteppingEngine
 
-from enginecore.sampling.params import RequestOutputKind, SamplingParams
+from enginecore.sampling_params import RequestOutputKind, SamplingParams
 from octavo_offline.progress import NoProgress
 from octavo_offline.running import Job, run_jobs
 

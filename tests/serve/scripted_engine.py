@@ -11,7 +11,7 @@ from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError,
 from enginecore.messages import EngineStats, Ready
 from enginecore.metrics import Metrics
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
-from enginecore.sampling.params import RequestOutputKind, SamplingParams
+from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 LIMITS = Ready(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
 LOGPROB = math.log(0.5)

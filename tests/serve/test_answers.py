@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from scripted_engine import LOGPROB, Step, say
 
-from enginecore.sampling.params import RequestOutputKind
+from enginecore.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.anyio
 

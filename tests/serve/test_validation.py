@@ -102,7 +102,7 @@ async def test_unknown_fields_are_ignored(client):
 
 
 async def test_null_is_absent(client):
-    from enginecore.openai_format.bodies import ChatBody, CompletionBody
+    from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
 
     nulls = dict.fromkeys(CompletionBody.__struct_fields__)
     assert (await complete(client, **{**nulls, "prompt": "hi"})).json()["usage"]["completion_tokens"] == 3

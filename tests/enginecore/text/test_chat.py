@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from enginecore.errors import ConfigError, RequestError
+from enginecore.frontend.text.chat import ChatTemplate, read_template
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles
-from enginecore.text.chat import ChatTemplate, read_template
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.tokenizer import Tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be <brief> & 'kind'."},

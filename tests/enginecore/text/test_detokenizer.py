@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles
-from enginecore.text.detokenizer import IncrementalDetokenizer
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.tokenizer import Tokenizer
 
 SPICY_FAMILY = "🌶é语👨‍👩‍👧"
 

@@ -6,9 +6,9 @@ import pytest
 from gguf import GGUFWriter
 
 from enginecore.errors import ModelError
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles, locate
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.tokenizer import Tokenizer
 
 PROSE = [
     "Once upon a time, there was a girl.",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from enginecore.errors import ModelError
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.tokenizer import Tokenizer
 
 WORDS = "Hello wörld, it's 2024! <|endoftext|> <extra> </s>"
 
@@ -171,13 +171,14 @@ def test_text_needs_neither_torch_nor_transformers(byte_folder: Path) -> None:
     (byte_folder / "config.json").write_text("{}", encoding="utf-8")
     program = f"""
 import sys
-import enginecore.frontend, enginecore.text.loading
+from enginecore.frontend.frontend import Frontend
+from enginecore.frontend.text.loading import load_tokenizer
 assert "tokenizers" not in sys.modules and "jinja2" not in sys.modules
 from enginecore.config import EngineConfig
 from enginecore.model_files import locate
 config = EngineConfig(chat_template="{{{{ messages[0].content }}}}")
 files = locate({str(byte_folder)!r})
-front = enginecore.frontend.Frontend(config, files, enginecore.text.loading.load_tokenizer(files))
+front = Frontend(config, files, load_tokenizer(files))
 print(front.prepare_chat([dict(role="user", content="hi")]).token_ids)
 print([name for name in ("torch", "triton", "transformers", "huggingface_hub") if name in sys.modules])
 """

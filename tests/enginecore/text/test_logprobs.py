@@ -1,9 +1,9 @@
 import numpy as np
 
+from enginecore.frontend.text.logprobs import logprob_rows
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.messages import TokenLogprobs
 from enginecore.outputs import Logprob
-from enginecore.text.logprobs import logprob_rows
-from enginecore.text.tokenizer import Tokenizer
 
 
 def entry(ids: list[list[int]], values: list[list[float]], ranks: list[int]) -> TokenLogprobs:

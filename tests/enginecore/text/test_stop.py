@@ -1,7 +1,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from enginecore.text.stop import StopMatcher
+from enginecore.frontend.text.stop import StopMatcher
 
 ALPHABET = "ab"
 

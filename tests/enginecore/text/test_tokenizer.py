@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import models
 
 from enginecore.errors import RequestError
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.tokenizer import Tokenizer
 
 TEXTS = [
     "Once upon a time, there was a girl.",

@@ -9,8 +9,8 @@ from uuid import uuid4
 import msgspec
 
 from enginecore.errors import RequestError
-from enginecore.openai_format import answers, checks, conversion
-from enginecore.openai_format.bodies import ChatBody, CompletionBody, decode
+from enginecore.frontend.openai import answers, conversion, validation
+from enginecore.frontend.openai.bodies import ChatBody, CompletionBody, decode
 from octavo_offline.progress import show_progress
 from octavo_offline.running import Job, Result, run_jobs
 
@@ -89,7 +89,7 @@ class _Writer:
 
     def fail(self, custom_id: Any, error: RequestError) -> None:
         """Write why a request was not run."""
-        status = 404 if isinstance(error, checks.ModelNotFound) else 400
+        status = 404 if isinstance(error, validation.ModelNotFound) else 400
         content = answers.error_answer(status, str(error), error.param)
         self.failed += 1
         self._write(custom_id, status, f"req-{uuid4().hex}", content)
@@ -127,11 +127,11 @@ def _read(engine: "LLMEngine", names: Sequence[str], line: _Line) -> Job:
         raise RequestError(f"method must be POST, got {line.method!r:.80}", "method")
     if line.url not in (COMPLETIONS, CHAT):
         raise RequestError(f"url must be {COMPLETIONS} or {CHAT}, got {line.url!r:.80}", "url")
-    model = checks.model_name(line.body, names)
+    model = validation.model_name(line.body, names)
     most = engine.config.max_logprobs
     if line.url == CHAT:
-        return _chat_job(engine, line.custom_id, model, checks.read_chat(line.body, most))
-    return _completion_job(engine, line.custom_id, model, checks.read_completion(line.body, most))
+        return _chat_job(engine, line.custom_id, model, validation.read_chat(line.body, most))
+    return _completion_job(engine, line.custom_id, model, validation.read_completion(line.body, most))
 
 
 def _chat_job(engine: "LLMEngine", custom_id: str, model: str, body: ChatBody) -> Job:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from enginecore.errors import ConfigError
-from enginecore.sampling.params import RequestOutputKind, SamplingParams
+from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
 

@@ -9,7 +9,7 @@ from octavo_offline.running import Job, run_jobs
 
 if TYPE_CHECKING:
     from enginecore.engine import LLMEngine
-    from enginecore.frontend import Prompt
+    from enginecore.frontend.frontend import Prompt
 
 
 def run_prompts(engine: "LLMEngine", run: RunConfig, sampling: SamplingConfig, out: TextIO) -> None:

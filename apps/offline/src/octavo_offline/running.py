@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from enginecore.errors import RequestError
 from enginecore.outputs import RequestOutput
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from enginecore.engine import LLMEngine
-    from enginecore.frontend import Prompt
+    from enginecore.frontend.frontend import Prompt
 
 _QUEUED = 2
 """Requests in the engine for each that may run: enough that it never waits for one to be read."""

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.middleware import Middleware
 
 from enginecore import __version__
-from enginecore.openai_format.bodies import ChatBody, CompletionBody
+from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
 from octavo_serve.access import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS

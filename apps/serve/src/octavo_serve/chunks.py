@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from enginecore.openai_format.answers import (
+from enginecore.frontend.openai.answers import (
     Head,
     Vocabulary,
     chat_logprobs,
@@ -17,7 +17,7 @@ from enginecore.openai_format.answers import (
     usage,
     without_new_tokens,
 )
-from enginecore.openai_format.bodies import Body, ChatBody, CompletionBody
+from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
 from enginecore.outputs import CompletionOutput, RequestOutput
 from octavo_serve.errors import ApiError
 

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginecore.errors import EngineDeadError, RequestError
-from enginecore.openai_format.answers import error_answer
-from enginecore.openai_format.checks import ModelNotFound
+from enginecore.frontend.openai.answers import error_answer
+from enginecore.frontend.openai.validation import ModelNotFound
 
 _UNEXPECTED = "the server failed to answer this request"
 

@@ -5,15 +5,15 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from enginecore.errors import OctavoError, RequestAbortedError
-from enginecore.openai_format.bodies import Body
+from enginecore.frontend.openai.bodies import Body
 from enginecore.outputs import RequestOutput
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 from octavo_serve.errors import ApiError
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
     from enginecore.async_engine import RequestStream
-    from enginecore.frontend import Prompt
+    from enginecore.frontend.frontend import Prompt
 
 
 class Interrupted(ApiError):

@@ -4,13 +4,13 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from enginecore.openai_format.answers import NoVocabulary, Vocabulary
+from enginecore.frontend.openai.answers import NoVocabulary, Vocabulary
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
 
 if TYPE_CHECKING:
     from enginecore.async_engine import AsyncEngine
-    from enginecore.frontend import Frontend
+    from enginecore.frontend.frontend import Frontend
     from octavo_serve.generation import Generation
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from enginecore.engine import LLMEngine
     from enginecore.llm import LLM
     from enginecore.outputs import CompletionOutput, RequestOutput
-    from enginecore.sampling.params import RequestOutputKind, SamplingParams
+    from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -25,8 +25,8 @@ _HOMES = {
     "LLM": "llm",
     "LLMEngine": "engine",
     "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling.params",
-    "SamplingParams": "sampling.params",
+    "RequestOutputKind": "sampling_params",
+    "SamplingParams": "sampling_params",
 }
 
 __all__ = [

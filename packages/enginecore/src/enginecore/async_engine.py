@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
-from enginecore.client import CoreClient, CoreProcess
 from enginecore.config import EngineConfig
+from enginecore.core.client import CoreClient, CoreProcess
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
-from enginecore.frontend import Frontend
+from enginecore.frontend.frontend import Frontend
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.prompts import PromptInput
 from enginecore.messages import AbortRequests, EngineStats, Failed, Outputs, Ready, ResetPrefixCache
 from enginecore.metrics import Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
-from enginecore.sampling.params import SamplingParams
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.prompts import PromptInput
+from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 from enginecore.config import EngineConfig
-from enginecore.core import EngineCore
+from enginecore.core.engine_core import EngineCore
 from enginecore.executor.choice import make_executor
-from enginecore.frontend import Frontend
+from enginecore.frontend.frontend import Frontend
+from enginecore.frontend.text.loading import load_tokenizer
+from enginecore.frontend.text.prompts import PromptInput
 from enginecore.messages import EngineStats
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
-from enginecore.sampling.params import SamplingParams
-from enginecore.text.loading import load_tokenizer
-from enginecore.text.prompts import PromptInput
+from enginecore.sampling_params import SamplingParams
 
 
 class LLMEngine:

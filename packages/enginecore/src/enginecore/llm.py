@@ -9,9 +9,9 @@ import numpy as np
 from enginecore.config import make_config
 from enginecore.engine import LLMEngine
 from enginecore.errors import RequestError
+from enginecore.frontend.text.prompts import Prompt, PromptInput
 from enginecore.outputs import RequestOutput
-from enginecore.sampling.params import RequestOutputKind, SamplingParams
-from enginecore.text.prompts import Prompt, PromptInput
+from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ little-endian bytes, so that a step of a thousand rows costs a copy and not a th
 import msgspec
 import numpy as np
 
-from enginecore.sampling.params import SamplingParams
+from enginecore.sampling_params import SamplingParams
 
 RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)
 FINISH_REASONS: tuple[str | None, ...] = (None, "stop", "length", "abort", "error")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from enginecore import gguf_file
+from enginecore import gguf
 from enginecore.config import DEMO
 from enginecore.errors import ModelError
 
@@ -46,8 +46,8 @@ def locate(model: str, revision: str | None = None) -> ModelFiles:
     """
     path = find(model, revision)
     if path.is_file():
-        generation = gguf_file.generation_config(path) | (_DEMO_SAMPLING if model == DEMO else {})
-        return ModelFiles(model, path, gguf_file.hf_config(path), generation)
+        generation = gguf.generation_config(path) | (_DEMO_SAMPLING if model == DEMO else {})
+        return ModelFiles(model, path, gguf.hf_config(path), generation)
     config = read_json(path / "config.json")
     if config is None:
         raise ModelError(f"{path} has no config.json: it is not a model folder")

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginecore.openai_format import answers, checks, conversion
-from enginecore.openai_format.bodies import ChatBody, CompletionBody
+from enginecore.frontend.openai import answers, conversion, validation
+from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from octavo_serve.errors import as_api_error
 from octavo_serve.generation import Generation, Interrupted
@@ -18,7 +18,7 @@ from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, read_body, server_of
 
 if TYPE_CHECKING:
-    from enginecore.frontend import Prompt
+    from enginecore.frontend.frontend import Prompt
 
 
 async def create_completion(request: Request) -> Response:
@@ -26,8 +26,8 @@ async def create_completion(request: Request) -> Response:
     server = server_of(request)
     frontend = server.frontend
     raw = await read_body(request)
-    name = checks.model_name(raw, server.names)
-    body = checks.read_completion(raw, server.engine.config.max_logprobs)
+    name = validation.model_name(raw, server.names)
+    body = validation.read_completion(raw, server.engine.config.max_logprobs)
     params = conversion.completion_params(body, frontend.sampling_defaults)
     texts = conversion.completion_prompts(body.prompt)
     conversion.check_choices(len(texts), body.samples)
@@ -51,8 +51,8 @@ async def create_chat_completion(request: Request) -> Response:
     server = server_of(request)
     frontend = server.frontend
     raw = await read_body(request)
-    name = checks.model_name(raw, server.names)
-    body = checks.read_chat(raw, server.engine.config.max_logprobs)
+    name = validation.model_name(raw, server.names)
+    body = validation.read_chat(raw, server.engine.config.max_logprobs)
     params = conversion.chat_params(body, frontend.sampling_defaults)
     options = conversion.template_options(body)
     prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(body.messages, **options))

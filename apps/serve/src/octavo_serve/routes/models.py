@@ -7,14 +7,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from enginecore.errors import RequestError
-from enginecore.openai_format.bodies import Integer, decode
-from enginecore.openai_format.checks import ModelNotFound, check_messages, check_template_kwargs, model_name
-from enginecore.text.tokenizer import NO_TOKENIZER
+from enginecore.frontend.openai.bodies import Integer, decode
+from enginecore.frontend.openai.validation import (
+    ModelNotFound,
+    check_messages,
+    check_template_kwargs,
+    model_name,
+)
+from enginecore.frontend.text.tokenizer import NO_TOKENIZER
 from octavo_serve.routes.requests import off_loop, read_body, server_of
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
-    from enginecore.text.tokenizer import Tokenizer
+    from enginecore.frontend.text.tokenizer import Tokenizer
 
 
 class TokenizeBody(msgspec.Struct):

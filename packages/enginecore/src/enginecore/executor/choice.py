@@ -7,7 +7,7 @@ from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.executor.executor import Executor
 from enginecore.model_files import ModelFiles
-from enginecore.models.families import decoder_spec
+from enginecore.worker.models.families import decoder_spec
 
 
 def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:

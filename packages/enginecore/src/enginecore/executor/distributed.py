@@ -22,6 +22,7 @@ from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
 from enginecore.executor.executor import depth
 from enginecore.executor.placement import Placement, on_this_host
+from enginecore.executor.step import StepInput, StepOutput
 from enginecore.executor.steps import StepsStuck, StepWriter
 from enginecore.executor.wire import (
     ExpertLoads,
@@ -35,7 +36,6 @@ from enginecore.executor.wire import (
     encode_step,
 )
 from enginecore.model_files import ModelFiles
-from enginecore.runner.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 

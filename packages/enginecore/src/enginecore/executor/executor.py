@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from enginecore.config import EngineConfig
-from enginecore.runner.step import StepInput, StepOutput
+from enginecore.executor.step import StepInput, StepOutput
 
 
 class Executor(Protocol):

@@ -6,10 +6,10 @@ import numpy as np
 
 from enginecore.config import EngineConfig
 from enginecore.executor.executor import depth
+from enginecore.executor.step import StepInput, StepOutput
 from enginecore.model_files import ModelFiles
-from enginecore.runner.runner import PendingOutput
-from enginecore.runner.step import StepInput, StepOutput
-from enginecore.worker import Worker
+from enginecore.worker.runner.runner import PendingOutput
+from enginecore.worker.worker import Worker
 
 
 class InprocExecutor:

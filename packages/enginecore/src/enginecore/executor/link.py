@@ -191,7 +191,7 @@ def serve_link(settings: WorkerSettings) -> int:
     """
     assert settings.link is not None
     link = WorkerEnd(settings.link, settings.config.distributed_timeout_seconds)
-    from enginecore.executor.serving import serve
+    from enginecore.worker.loop import serve
 
     status = serve(settings, link.send, link.read if settings.steps is None else None)
     link.await_end(_TO_BE_HEARD)

@@ -1,6 +1,6 @@
 """Workers as child processes of this one, on this host.
 
-A worker is `python -m enginecore.worker_process`. It gets its settings on standard input, which stays open
+A worker is `python -m enginecore.worker.process`. It gets its settings on standard input, which stays open
 and whose closing ends it; it answers on standard output; what it writes to standard error appears on ours.
 """
 
@@ -55,7 +55,7 @@ class WorkerProcess:
         self._received = bytearray()
         # A session of its own, so that Ctrl-C in a terminal reaches the parent alone, which then decides.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "enginecore.worker_process"],
+            [sys.executable, "-m", "enginecore.worker.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -49,7 +49,7 @@ class RankActor:
         try:
             status = serve_link(msgspec.json.decode(settings, type=WorkerSettings))
         except LinkError as error:
-            from enginecore.executor.serving import failure
+            from enginecore.worker.loop import failure
 
             return encode_message(failure(error))
         # At once, without waiting for the threads of torch and gloo, of which some may wait for other ranks.

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from enginecore.config import EngineConfig
-from enginecore.runner.step import StepInput, StepOutput
+from enginecore.executor.step import StepInput, StepOutput
 
 LENGTH = struct.Struct("<I")
 """Before each message in a stream of bytes: how many bytes it has."""

@@ -1,0 +1,161 @@
+"""The engine core in a process of its own, behind a ZMQ socket.
+
+Started as `python -m enginecore.core.process` with its settings on standard input; the front-end keeps that
+pipe open, and when it closes, because the front-end ended in whatever way, so does this process. It reports
+`Ready` or `Failed` as one line of JSON on standard output, and `Failed` on another if later it cannot go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
+
+import msgspec
+import zmq
+
+from enginecore.config import EngineConfig
+from enginecore.errors import EngineDeadError, OctavoError
+from enginecore.messages import (
+    AbortRequests,
+    AddRequest,
+    CoreMessage,
+    Failed,
+    FrontendMessage,
+    Hello,
+    ResetPrefixCache,
+)
+from enginecore.model_files import locate
+from enginecore.parent import end_with_parent, private_stdout
+
+if TYPE_CHECKING:
+    from enginecore.core.engine_core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_TO_SEND = 1
+"""What front-ends have not taken by then of the last messages is dropped."""
+
+
+class CoreSettings(msgspec.Struct):
+    """What the process is told on standard input, as one line of JSON."""
+
+    config: EngineConfig
+    address: str
+    """ZMQ endpoint to bind."""
+    log_level: int = logging.WARNING
+    """What the front-end logs of this package, this process writes to standard error."""
+
+
+class CoreServer:
+    """Reads front-end messages, steps the core, sends each front-end its outputs."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket) -> None:
+        self._core = core
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(FrontendMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._client_of: dict[bytes, int] = {}
+        self._identity_of: dict[int, bytes] = {}
+
+    def run(self) -> NoReturn:
+        """Serve until the core fails.
+
+        Raises:
+            EngineDeadError: a worker has ended.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for descriptor in self._core.descriptors:
+            poller.register(descriptor, zmq.POLLIN)
+        while True:
+            if not self._core.has_work:
+                poller.poll()
+                self._core.check_workers()
+            self._read()
+            if self._core.has_work:
+                for client, outputs in self._core.step().items():
+                    self._send(self._identity_of[client], outputs)
+
+    def fail(self, failed: Failed) -> None:
+        """Tell every front-end, and close the socket."""
+        for identity in self._client_of:
+            self._send(identity, failed)
+        self._socket.close(linger=1000 * _SECONDS_TO_SEND)
+
+    def _read(self) -> None:
+        while self._socket.poll(0):
+            identity, body = self._socket.recv_multipart()
+            self._handle(identity, self._decoder.decode(body))
+
+    def _handle(self, identity: bytes, message: FrontendMessage) -> None:
+        client = self._client_of.setdefault(identity, len(self._client_of))
+        self._identity_of[client] = identity
+        match message:
+            case AddRequest():
+                self._core.add(client, message)
+            case AbortRequests(numbers=numbers):
+                self._core.abort(client, numbers)
+            case ResetPrefixCache():
+                self._core.reset_prefix_cache()
+            case Hello():
+                self._send(identity, self._core.ready)
+
+    def _send(self, identity: bytes, message: CoreMessage) -> None:
+        self._socket.send_multipart([identity, self._encoder.encode(message)])
+
+
+def main() -> int:
+    """Run until the front-end goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = private_stdout()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    settings = msgspec.json.decode(line, type=CoreSettings)
+    logging.basicConfig(level=settings.log_level, format="%(levelname)s %(name)s: %(message)s")
+    # A parent that was killed leaves its folder behind.
+    folder = Path(settings.address.removeprefix("ipc://")).parent
+    end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(settings.address)
+    try:
+        core = _start(settings.config)
+    except (OctavoError, MemoryError) as error:
+        _report(status, Failed(f"{error}" or type(error).__name__))
+        return 2
+    except Exception as error:
+        logger.exception("the engine could not start")
+        _report(status, Failed(f"the engine could not start: {type(error).__name__}: {error}"))
+        return 1
+    _report(status, core.ready)
+    server = CoreServer(core, socket)
+    try:
+        server.run()
+    except EngineDeadError as error:
+        failed = Failed(f"the engine has ended: {error}")
+        server.fail(failed)
+        _report(status, failed)
+        return 3
+
+
+def _start(config: EngineConfig) -> EngineCore:
+    # Only now what takes seconds to import: the front-end may end meanwhile.
+    from enginecore.core.engine_core import EngineCore
+    from enginecore.executor.choice import make_executor
+
+    return EngineCore(config, make_executor(config, locate(config.model, config.revision)))
+
+
+def _report(status: BinaryIO, message: CoreMessage) -> None:
+    status.write(msgspec.json.encode(message) + b"\n")
+    status.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

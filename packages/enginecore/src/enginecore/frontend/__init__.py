@@ -1,0 +1,1 @@
+"""Runs in the caller's or HTTP process: validation, text, output processing, OpenAI's format. No torch."""

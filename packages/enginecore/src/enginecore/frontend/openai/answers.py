@@ -1,0 +1,244 @@
+"""Answers of /v1/completions and /v1/chat/completions as plain dicts, and the parts that a stream shares."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from enginecore.errors import RequestError
+from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
+from enginecore.frontend.text.tokenizer import NO_TOKENIZER
+from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot hold."""
+
+ERROR_KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+"""An error's `type` by its HTTP status."""
+
+Row = Mapping[int, Logprob] | None
+"""The candidates at one position; None where nothing came before."""
+
+
+class Vocabulary(Protocol):
+    """What answers need of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def token_text(self, token: int, /) -> str: ...
+    def token_bytes(self, token: int, /) -> bytes: ...
+
+
+class NoVocabulary:
+    """Stands in where a model has no tokenizer: answers with plain token counts need none."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        raise RequestError(NO_TOKENIZER)
+
+    def token_text(self, token: int) -> str:
+        raise RequestError(NO_TOKENIZER)
+
+    def token_bytes(self, token: int) -> bytes:
+        raise RequestError(NO_TOKENIZER)
+
+
+class Head(NamedTuple):
+    """What every answer and every chunk of a request begins with."""
+
+    id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    """As the request named it."""
+
+
+def completion_answer(
+    head: Head, body: CompletionBody, outputs: Sequence[RequestOutput], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """Return the whole answer to `body`: the finished output of each prompt, in order."""
+    if body.prompt_alone:
+        outputs = [without_new_tokens(output) for output in outputs]
+    choices = [
+        _completion_choice(body, output, sample, index * body.samples + sample.index, vocabulary)
+        for index, output in enumerate(outputs)
+        for sample in output.outputs
+    ]
+    return {**_heading(head, "text_completion"), "choices": choices, "usage": count_usage(outputs)}
+
+
+def chat_answer(head: Head, body: ChatBody, output: RequestOutput, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the whole answer to `body`."""
+    choices = [
+        {
+            "index": sample.index,
+            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "logprobs": chat_logprobs(sample.token_ids, sample.logprobs, body.top_logprobs or 0, vocabulary)
+            if body.logprobs and sample.logprobs is not None
+            else None,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        for sample in output.outputs
+    ]
+    answer = {**_heading(head, "chat.completion"), "choices": choices, "usage": count_usage([output])}
+    if output.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    return answer
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return a usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def count_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Return the usage of finished requests; each prompt counts once, however many samples it has."""
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(sample.token_ids) for output in outputs for sample in output.outputs),
+        sum(output.num_cached_tokens or 0 for output in outputs),
+    )
+
+
+def without_new_tokens(output: RequestOutput) -> RequestOutput:
+    """Return `output` with its samples emptied: a request for the prompt alone ran one token to get there."""
+    emptied = [replace(sample, text="", token_ids=[], logprobs=None) for sample in output.outputs]
+    return replace(output, outputs=emptied)
+
+
+def echoed_text(output: RequestOutput, vocabulary: Vocabulary) -> str:
+    """Return the prompt's text, decoding it when the prompt was token ids."""
+    return vocabulary.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], rows: Sequence[Row], vocabulary: Vocabulary, start: int = 0
+) -> dict[str, Any]:
+    """Return logprobs in the completions shape: parallel lists, one entry a token.
+
+    `start` is the offset of the first token in the choice's text.
+    """
+    texts, offsets = [], []
+    for token, row in zip(token_ids, rows, strict=True):
+        texts.append(_text_of(token, row, vocabulary))
+        offsets.append(start)
+        start += len(texts[-1])
+    return {
+        "tokens": texts,
+        "text_offset": offsets,
+        "token_logprobs": [
+            None if row is None else _finite(row[token].logprob)
+            for token, row in zip(token_ids, rows, strict=True)
+        ],
+        "top_logprobs": [
+            None if row is None else {_text_of(i, row, vocabulary): _finite(row[i].logprob) for i in row}
+            for row in rows
+        ],
+    }
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], top: int, vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """Return logprobs in the chat shape: an entry a token, each with its `top` most likely candidates."""
+    return {
+        "content": [
+            {
+                **_candidate(token, row, vocabulary),
+                "top_logprobs": [_candidate(i, row, vocabulary) for i in _most_likely(row, top)],
+            }
+            for token, row in zip(token_ids, rows, strict=True)
+        ]
+    }
+
+
+def prompt_logprobs(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
+    """Return a prompt's logprobs: candidates by token id at each position, null at the first."""
+    return [
+        None
+        if row is None
+        else {
+            str(token): {
+                "logprob": _finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token, entry in row.items()
+        }
+        for row in rows
+    ]
+
+
+def error_answer(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error of an HTTP status; `param` names the field at fault when one is."""
+    kind = ERROR_KINDS.get(status, "APIError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def _heading(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _completion_choice(
+    body: CompletionBody,
+    output: RequestOutput,
+    sample: CompletionOutput,
+    index: int,
+    vocabulary: Vocabulary,
+) -> dict[str, Any]:
+    text = sample.text
+    if body.echo:
+        text = echoed_text(output, vocabulary) + text
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+    }
+    if body.logprobs is not None:
+        ids: list[int] = []
+        rows: list[Row] = []
+        if body.echo:
+            ids += output.prompt_token_ids
+            rows += output.prompt_logprobs or []
+        ids += sample.token_ids
+        rows += sample.logprobs or []
+        choice["logprobs"] = completion_logprobs(ids, rows, vocabulary)
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+    return choice
+
+
+def _candidate(token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary) -> dict[str, Any]:
+    return {
+        "token": _text_of(token, row, vocabulary),
+        "logprob": _finite(row[token].logprob),
+        "bytes": list(vocabulary.token_bytes(token)),
+    }
+
+
+def _most_likely(row: Mapping[int, Logprob], top: int) -> list[int]:
+    # The chosen token is always in the row, so there may be one candidate too many.
+    return sorted(row, key=lambda token: -row[token].logprob)[:top]
+
+
+def _text_of(token: int, row: Row, vocabulary: Vocabulary) -> str:
+    text = row[token].decoded_token if row is not None else None
+    return vocabulary.token_text(token) if text is None else text
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

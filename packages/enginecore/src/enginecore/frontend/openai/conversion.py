@@ -1,0 +1,157 @@
+"""What bodies mean to the engine: prompts, sampling parameters, options of the chat template."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from enginecore.errors import RequestError
+from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
+from enginecore.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_CHOICES = 4096
+"""Most choices (prompts × n) of one request."""
+
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)
+"""Fields that mean the same, under the same name, in a body and in SamplingParams."""
+
+
+def completion_prompts(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts of a completions body: one text or list of token ids each.
+
+    Raises:
+        RequestError: `prompt` is none of a text, a list of texts, a list of ids, a list of lists of ids.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        kinds = set(map(type, prompt))
+        if kinds == {str}:
+            return prompt
+        if kinds == {int}:
+            return [_token_ids(prompt)]
+        if kinds == {list}:
+            return [_token_ids(ids) for ids in prompt]
+    if prompt is None or prompt == []:
+        raise RequestError("prompt is empty: give a text or token ids", "prompt")
+    raise RequestError(
+        "prompt must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt"
+    )
+
+
+def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return how to sample for `body`; see `fit_default` for a body without max_tokens.
+
+    `defaults` are the model's own, for fields that the body leaves open.
+
+    Raises:
+        RequestError: a field is out of range or contradicts another.
+    """
+    fields = {**defaults, **_sampling_fields(body)}
+    if body.max_tokens is not None:
+        fields["max_tokens"] = 1 if body.prompt_alone else body.max_tokens
+    fields["logprobs"] = body.logprobs
+    if body.echo and body.prompt_logprobs is None:
+        fields["prompt_logprobs"] = body.logprobs
+    return _params(fields)
+
+
+def fit_default(
+    body: CompletionBody, params: SamplingParams, prompt_tokens: int, max_model_len: int
+) -> SamplingParams:
+    """Return `params`, with the default of max_tokens lowered to what a prompt leaves room for."""
+    room = max_model_len - prompt_tokens
+    default = params.max_tokens
+    if body.max_tokens is not None or default is None or not max(1, params.min_tokens) <= room < default:
+        return params
+    return msgspec.structs.replace(params, max_tokens=room)
+
+
+def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return how to sample for `body`; `defaults` as for completions.
+
+    Raises:
+        RequestError: a field is out of range or contradicts another.
+    """
+    fields = {**defaults, **_sampling_fields(body)}
+    newer = body.max_completion_tokens
+    fields["max_tokens"] = body.max_tokens if newer is None else newer
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    try:
+        return _params(fields)
+    except RequestError as error:
+        if error.param != "max_tokens" or newer is None:
+            raise
+        named = "max_completion_tokens"
+        raise RequestError(str(error).replace("max_tokens", named), named) from error
+
+
+def template_options(body: ChatBody) -> dict[str, Any]:
+    """Return the keyword arguments that `body` gives the chat template."""
+    options = dict(body.chat_template_kwargs or {})
+    for name in ("add_generation_prompt", "continue_final_message", "documents"):
+        value = getattr(body, name)
+        if value is not None:
+            options[name] = value
+    if options.get("continue_final_message") and "add_generation_prompt" not in options:
+        options["add_generation_prompt"] = False
+    return options
+
+
+def check_choices(prompts: int, samples: int) -> None:
+    """Raise RequestError when a request asks for more choices than one request may have."""
+    if prompts * samples > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with n={samples} make {prompts * samples} choices;"
+            f" one request has at most {MAX_CHOICES}",
+            "prompt",
+        )
+
+
+def _sampling_fields(body: Body) -> dict[str, Any]:
+    fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    return {name: value for name, value in fields.items() if value is not None} | {"output_kind": kind}
+
+
+def _params(fields: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        found = re.match(r"[a-z_]+", str(error))
+        known = found is not None and found[0] in SamplingParams.__struct_fields__
+        raise RequestError(str(error), found[0] if found and known else None) from error
+
+
+def _token_ids(ids: list[Any]) -> list[int]:
+    if not ids:
+        raise RequestError("prompt holds an empty list: give at least one token id", "prompt")
+    if set(map(type, ids)) != {int}:
+        raise RequestError("prompt lists must hold token ids (integers), one list a prompt", "prompt")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < 2**31:
+            raise RequestError(f"prompt holds {token}, which is no token id", "prompt")
+    return ids

@@ -1,0 +1,80 @@
+"""The forms in which a caller may give a prompt."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginecore.errors import RequestError
+from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
+
+_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the engine takes it."""
+
+    text: str | None
+    """None when the caller gave token ids only."""
+    token_ids: list[int]
+    cache_salt: str | None = None
+    """Shares cached prefixes only with prompts of the same salt."""
+
+
+PromptInput = str | Sequence[int] | Mapping[str, Any] | Prompt
+"""Every form in which a caller may give a prompt."""
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool) -> Prompt:
+    """Return `prompt`, in any of its forms, as token ids.
+
+    Raises:
+        RequestError: it has none of the forms, or it is text and there is no tokenizer.
+    """
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(prompt, encode_text(prompt, tokenizer, add_special_tokens))
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt, tokenizer, add_special_tokens)
+    return Prompt(None, _token_ids(prompt))
+
+
+def encode_text(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of `text`.
+
+    Raises:
+        RequestError: there is no tokenizer, or the text cannot be encoded.
+    """
+    if tokenizer is None:
+        raise RequestError(NO_TOKENIZER, "prompt")
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, add_special_tokens: bool) -> Prompt:
+    unknown = sorted(set(prompt) - _KEYS)
+    if unknown:
+        raise RequestError(f"a prompt has no {unknown[0]!r}: give {_FORMS}", "prompt")
+    text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt must be text, got {text!r:.80}", "prompt")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be text, got {salt!r:.80}", "cache_salt")
+    if ids is not None:
+        return Prompt(text, _token_ids(ids), salt)
+    if text is None:
+        raise RequestError(f"a prompt must be {_FORMS}", "prompt")
+    return Prompt(text, encode_text(text, tokenizer, add_special_tokens), salt)
+
+
+def _token_ids(ids: Any) -> list[int]:
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+        if set(map(type, ids)) <= {int}:
+            return list(ids)
+        if all(hasattr(token, "__index__") and not isinstance(token, bool) for token in ids):
+            return [operator.index(token) for token in ids]  # numpy's integers, for one
+    elif hasattr(ids, "tolist"):
+        return _token_ids(ids.tolist())  # an array or tensor
+    raise RequestError(f"a prompt must be {_FORMS}, got {ids!r:.80}", "prompt")

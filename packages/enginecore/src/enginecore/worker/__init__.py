@@ -1,0 +1,1 @@
+"""One rank of a model on its device: worker, runner, sampling, models, weights."""

@@ -1,0 +1,54 @@
+"""The dense feed-forward network of a layer."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from collectives import ColumnParallelLinear, Communicator, RowParallelLinear
+from enginecore.errors import ModelError
+from enginecore.worker.models.spec import Activation, DecoderSpec
+from pagedattn import gelu_and_mul, silu_and_mul
+
+_GATED: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu": partial(gelu_and_mul, approximate="none"),
+    "gelu_tanh": partial(gelu_and_mul, approximate="tanh"),
+}
+
+_PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def activation(spec: DecoderSpec) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the projections; where it is gated, it halves the last dimension.
+
+    Raises:
+        ModelError: there is no such activation with a gate.
+    """
+    table = _GATED if spec.gated else _PLAIN
+    if spec.activation not in table:
+        raise ModelError(f"activation {spec.activation!r} is not supported with a gate")
+    return table[spec.activation]
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x))), or gated (Shazeer, GLU variants) down(act(gate(x)) * up(x))."""
+
+    def __init__(self, spec: DecoderSpec, comm: Communicator) -> None:
+        super().__init__()
+        inner = spec.intermediate_size
+        parts = [inner, inner] if spec.gated else [inner]
+        self.up = ColumnParallelLinear(spec.hidden_size, parts, bias=spec.mlp_bias, comm=comm)
+        """The gate's projection, if there is one, then that to be gated."""
+        self.down = RowParallelLinear(inner, spec.hidden_size, bias=spec.mlp_bias, comm=comm)
+        self.activation = activation(spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [tokens, hidden] put through the network."""
+        return self.down(self.activation(self.up(x)))
