@@ -22,19 +22,19 @@ class Rig:
     def open(self, row, tokens, prefix=None):
         """Open `row` with `tokens` and make room for them; returns the cached tokens and the prefix."""
         prefix = prefix or self.prefix(tokens)
-        cached = self.memory.open(row, prefix)
+        cached = self.memory.allocate(row, prefix)
         self.tokens[row, : len(tokens)] = tokens
         self.memory.grow([row], [len(tokens)])
         return cached, prefix
 
     def computed(self, row, length):
-        self.memory.computed([row], [length], self.tokens)
+        self.memory.commit([row], [length], self.tokens)
 
     def run(self, tokens, extra=(), row=0):
         """Open, compute and close; returns the cached tokens."""
         cached, _ = self.open(row, tokens, self.prefix(tokens, extra))
         self.computed(row, len(tokens))
-        self.memory.close(row)
+        self.memory.free(row)
         self.memory.check()
         return cached
 
@@ -65,7 +65,7 @@ def test_a_prompt_with_its_earlier_answer_holds_blocks_that_the_answer_filled():
         rig.memory.grow([0], [length])
         rig.tokens[0, :length] = A[:length]
         rig.computed(0, length)
-    rig.memory.close(0)
+    rig.memory.free(0)
     assert rig.run([*A, 20, 21]) == 8
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_published_before_it_is_computed():
     assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 0
     rig.computed(0, 7)
     assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 4
-    rig.memory.close(0)  # aborted half-way
+    rig.memory.free(0)  # aborted half-way
     rig.memory.check()
     assert rig.open(2, [*A, 20])[0] == 4
 
@@ -87,7 +87,7 @@ def test_equal_prompts_in_one_step_keep_the_blocks_of_the_first():
     rig = Rig()
     rig.open(0, [*A, 20])
     rig.open(1, [*A, 20])
-    rig.memory.computed([1, 0], [9, 9], rig.tokens)
+    rig.memory.commit([1, 0], [9, 9], rig.tokens)
     assert rig.memory.pool.match(rig.prefix(A).keys).tolist() == [3, 4]  # row 1's
     rig.memory.check()
 
@@ -111,7 +111,7 @@ def test_a_preempted_request_finds_what_it_had_published():
     rig.tokens[0, :14] = [*A, *B][:14]
     rig.memory.grow([0], [13])
     rig.computed(0, 13)  # 3 full blocks and a token; the 14th token is not computed yet
-    rig.memory.close(0)
+    rig.memory.free(0)
     assert rig.memory.cached_tokens(prefix) == 12
     assert rig.open(2, [*A, *B][:14], prefix)[0] == 12
     rig.computed(2, 14)
@@ -122,7 +122,7 @@ def test_a_preempted_request_that_filled_its_block_leaves_a_token_to_compute():
     rig = Rig()
     _, prefix = rig.open(0, A)
     rig.computed(0, 8)
-    rig.memory.close(0)
+    rig.memory.free(0)
     assert rig.memory.cached_tokens(prefix) == 4
 
 
@@ -132,12 +132,12 @@ def test_a_request_preempted_twice_hashes_nothing_twice():
     rig.tokens[0, :16] = [*A, *B]
     rig.memory.grow([0], [16])
     rig.computed(0, 16)
-    rig.memory.close(0)
+    rig.memory.free(0)
     cold = rig.prefix([*A, *B]).keys
     for row in (1, 2):
         rig.open(row, [*A, *B], prefix)
         rig.computed(row, 16)
-        rig.memory.close(row)
+        rig.memory.free(row)
         assert prefix.keys == cold
 
 
@@ -169,7 +169,7 @@ def test_a_request_without_reuse_computes_everything_and_publishes_it():
     assert rig.memory.cached_tokens(prefix) == 0
     assert rig.open(0, [*A, *B], prefix)[0] == 0
     rig.computed(0, 16)
-    rig.memory.close(0)
+    rig.memory.free(0)
     assert rig.memory.cached_tokens(rig.prefix([*A, *B])) == 12
     assert (rig.memory.stats.queries, rig.memory.stats.hits) == (9, 0)
 
@@ -188,7 +188,7 @@ def test_stats_count_tokens_once_a_request():
     rig.run([*A, 1])
     _, prefix = rig.open(0, [*A, 2, 2])
     assert (rig.memory.stats.queries, rig.memory.stats.hits) == (19, 8)
-    rig.memory.close(0)
+    rig.memory.free(0)
     rig.open(1, [*A, 2, 2], prefix)  # back from preemption
     assert (rig.memory.stats.queries, rig.memory.stats.hits) == (19, 8)
     assert rig.memory.stats.hit_rate == 8 / 19
@@ -203,7 +203,7 @@ def test_waste_is_what_is_allocated_and_not_computed():
     assert rig.memory.waste == 3 / 8
     rig.open(1, [*A[:4], 30])  # shares the first block: 3 blocks with 3 + 4 free slots
     assert rig.memory.waste == 7 / 12
-    rig.memory.close(0)
+    rig.memory.free(0)
     rig.computed(1, 5)
     assert rig.memory.waste == 3 / 8
 
@@ -234,7 +234,7 @@ def test_a_prompt_beyond_a_row_opens_on_what_the_row_can_hold():
     small = PagedMemory(num_blocks=9, block_size=2, max_rows=1, max_blocks_per_row=2)
     prefix = small.prefix(np.array(A, np.int32))
     small.pool.publish(small.pool.allocate(4), prefix.keys)
-    assert small.open(0, prefix) == 4
+    assert small.allocate(0, prefix) == 4
     with pytest.raises(ValueError, match="row 0 would need 4 blocks, a row holds 2"):
         small.grow([0], [8])
 
@@ -269,19 +269,19 @@ def test_sizes():
     ("call", "message"),
     [
         (
-            lambda rig, prefix: rig.memory.open(0, rig.prefix(B)),
+            lambda rig, prefix: rig.memory.allocate(0, rig.prefix(B)),
             "row 0 is open already",
         ),
         (
-            lambda rig, prefix: rig.memory.open(3, rig.prefix(B)),
+            lambda rig, prefix: rig.memory.allocate(3, rig.prefix(B)),
             "rows go from 0 to 2, not 3",
         ),
-        (lambda rig, prefix: rig.memory.open(1, prefix), "this prefix is in use by row 0"),
+        (lambda rig, prefix: rig.memory.allocate(1, prefix), "this prefix is in use by row 0"),
         (lambda rig, prefix: rig.memory.grow([0, 1], [12, 4]), r"rows \[1\] are not open"),
         (lambda rig, prefix: rig.memory.grow([-3], [12]), "rows go from 0 to 2, not from -3"),
-        (lambda rig, prefix: rig.memory.computed([1], [1], rig.tokens), r"rows \[1\] are not open"),
-        (lambda rig, prefix: rig.memory.computed([0], [12], rig.tokens), r"rows \[0\] have computed more"),
-        (lambda rig, prefix: rig.memory.close(2), r"rows \[2\] are not open"),
+        (lambda rig, prefix: rig.memory.commit([1], [1], rig.tokens), r"rows \[1\] are not open"),
+        (lambda rig, prefix: rig.memory.commit([0], [12], rig.tokens), r"rows \[0\] have computed more"),
+        (lambda rig, prefix: rig.memory.free(2), r"rows \[2\] are not open"),
     ],
 )
 def test_mistakes_are_refused_and_change_nothing(call, message):

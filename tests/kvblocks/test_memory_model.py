@@ -173,7 +173,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.cached_tokens(request.prefix) == num_cached
 
         request.row = data.draw(st.sampled_from(sorted({0, 1, 2} - {other.row for other in self.running})))
-        assert self.memory.open(request.row, request.prefix) == num_cached
+        assert self.memory.allocate(request.row, request.prefix) == num_cached
         self.model.hold(hits)
         request.blocks = hits
         request.computed = num_cached
@@ -193,7 +193,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for request, length in zip(requests, lengths):
             self.write(request, length)
         rows = np.array([request.row for request in requests], np.int32)
-        self.memory.computed(rows, np.array(lengths, np.int32), self.tokens)
+        self.memory.commit(rows, np.array(lengths, np.int32), self.tokens)
         for request, length in zip(requests, lengths):
             for end in range((request.computed // BLOCK + 1) * BLOCK, length + 1, BLOCK):
                 self.model.index.setdefault(request.content(end), request.blocks[end // BLOCK - 1])
@@ -225,7 +225,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def stop(self, request, preempted):
         self.running.remove(request)
-        self.memory.close(request.row)
+        self.memory.free(request.row)
         self.model.release(request.blocks)
         self.mirror = {at: block for at, block in self.mirror.items() if at[0] != request.row}
         request.known = max(request.known, request.computed)
@@ -249,7 +249,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for request in self.running:
-            self.memory.close(request.row)
+            self.memory.free(request.row)
         self.memory.check()
         assert self.memory.num_free == self.memory.num_blocks
 
@@ -271,13 +271,13 @@ def test_no_request_reads_what_another_prefix_left(num_blocks, seed):
     for _ in range(300):
         row = int(rng.integers(ROWS))
         if row in held:
-            memory.close(row)
+            memory.free(row)
             del held[row]
         prompt = [*stems[rng.integers(6)], *rng.integers(0, 50, rng.integers(1, 12)).tolist()]
         prefix = memory.prefix(np.array(prompt, np.int32))
         if not memory.fits(prefix, len(prompt)):
             continue
-        cached = memory.open(row, prefix)
+        cached = memory.allocate(row, prefix)
         memory.grow([row], [len(prompt)])
         held[row] = prompt
         hits += cached
@@ -290,10 +290,10 @@ def test_no_request_reads_what_another_prefix_left(num_blocks, seed):
             cells[slots[position]] = tuple(prompt[: position + 1])
         assert [cells[slot] for slot in slots] == [tuple(prompt[: n + 1]) for n in range(len(prompt))]
         # Some rows stop half-way, as if they were aborted.
-        memory.computed([row], [int(rng.integers(cached, len(prompt) + 1))], tokens)
+        memory.commit([row], [int(rng.integers(cached, len(prompt) + 1))], tokens)
     memory.check()
     for row in held:
-        memory.close(row)
+        memory.free(row)
     assert memory.num_free == num_blocks
     assert hits > 200
     assert memory.pool.stats.evicted > 50

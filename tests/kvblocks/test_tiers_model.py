@@ -1,4 +1,4 @@
-"""Swapping, offloading, forks and layer groups under random schedules, on an array of contents.
+"""Swapping, offloading and layer groups under random schedules, on an array of contents.
 
 The cells hold, for each slot of each tier, what a cold run would have written there. Copies are performed on
 them in the order that `drain_copies` prescribes, and all at once within a list, as a device may. Wherever
@@ -129,7 +129,7 @@ class World:
         fits = self.memory.fits(request.prefix, length)
         row = self.pick(sorted(set(range(ROWS)) - {other.row for other in self.running}))
         try:
-            assert self.memory.open(row, request.prefix) == hit
+            assert self.memory.allocate(row, request.prefix) == hit
         except OutOfBlocks:
             assert not fits
             self.waiting.append(request)
@@ -140,30 +140,6 @@ class World:
         self.running.append(request)
         assert fits == (self.memory.needed([row], [length]) <= self.memory.num_free)
         return True
-
-    def fork(self):
-        for _ in range(self.pick([1, 2, 3])):
-            self.fork_one()
-
-    def fork_one(self):
-        ready = [request for request in self.running if request.computed >= request.known]
-        if not ready or len(self.running) == ROWS:
-            return
-        parent = self.pick(ready)
-        row = min(set(range(ROWS)) - {other.row for other in self.running})
-        copies = len(self.windows) if parent.computed % BLOCK else 0
-        free = self.memory.num_free
-        try:
-            prefix = self.memory.fork(parent.row, row)
-        except OutOfBlocks:
-            assert copies > free
-            return
-        tokens = [*parent.tokens[: parent.computed], self.pick([1, 2, 3])]
-        child = Request(tokens[:CAPACITY], prefix, parent.reuse)
-        child.row = row
-        child.computed = child.known = parent.computed
-        self.tokens[row] = -1
-        self.running.append(child)
 
     def step(self):
         """Some rows run; all copies that are due come first."""
@@ -187,7 +163,7 @@ class World:
         self.drain()
         for request, length in zip(requests, lengths):
             self.write(request, length)
-        self.memory.computed(np.array(rows, int), np.array(lengths, int), self.tokens)
+        self.memory.commit(np.array(rows, int), np.array(lengths, int), self.tokens)
         for request, length in zip(requests, lengths):
             request.computed = length
             request.known = max(request.known, length)
@@ -211,9 +187,8 @@ class World:
         copies = self.memory.drain_copies()
         for copied in copies:
             assert len(set(copied.destinations.tolist())) == copied.destinations.size
-        self.host[copies.out.destinations] = self.device[copies.out.sources]
-        self.device[copies.in_.destinations] = self.host[copies.in_.sources]
-        self.device[copies.copy.destinations] = self.device[copies.copy.sources]
+        self.host[copies.swap_out.destinations] = self.device[copies.swap_out.sources]
+        self.device[copies.swap_in.destinations] = self.host[copies.swap_in.sources]
         self.read_all()
 
     def read_all(self):
@@ -258,7 +233,7 @@ class World:
         else:
             if swap:
                 self.memory.check()  # nothing has changed
-            self.memory.close(row)
+            self.memory.free(row)
         request.row = None
         request.computed = 0
         self.running.remove(request)
@@ -270,13 +245,13 @@ class World:
 
     def finish(self, request):
         self.keys(request.tokens)
-        self.memory.close(request.row)
+        self.memory.free(request.row)
         self.running.remove(request)
 
     def forget(self):
         if self.waiting:
             request = self.waiting.pop(self.pick(range(len(self.waiting))))
-            self.memory.forget(request.prefix)
+            self.memory.discard(request.prefix)
 
     def reset(self):
         self.memory.reset()
@@ -294,9 +269,9 @@ class World:
     def end_all(self):
         self.drain()
         for request in self.running:
-            self.memory.close(request.row)
+            self.memory.free(request.row)
         for request in self.waiting:
-            self.memory.forget(request.prefix)
+            self.memory.discard(request.prefix)
         self.memory.check()
         assert self.memory.num_free == self.memory.num_blocks
         if self.memory.host_pool:
@@ -304,7 +279,7 @@ class World:
         assert self.memory.reset() == 0
 
 
-MOVES = ["arrive", "resume", "look", "fork", "step", "drain", "preempt", "rotate", "end", "forget"]
+MOVES = ["arrive", "resume", "look", "step", "drain", "preempt", "rotate", "end", "forget"]
 OFTEN = [*MOVES, "arrive", "arrive", "resume", "resume", "look", "step", "step", "step", "rotate"]
 
 

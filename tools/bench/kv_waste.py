@@ -49,15 +49,15 @@ def run(lengths: NDArray[np.int64], *, live: int, block_size: int, steps: int) -
     for step in range(steps):
         for row in np.flatnonzero(held == ends).tolist():
             if step:
-                memory.close(row)
+                memory.free(row)
             prompt, answer = next(arrivals)
-            memory.open(row, memory.prefix(tokens[0, :prompt]))
+            memory.allocate(row, memory.prefix(tokens[0, :prompt]))
             # Those that begin the run are at any point of their answer, as they would be in the midst of one.
             held[row] = prompt + (row * answer // live if step == 0 else 0)
             ends[row] = prompt + max(answer, 1)
         held += 1
         memory.grow(rows, held)
-        memory.computed(rows, held, tokens)
+        memory.commit(rows, held, tokens)
         wasted.append(memory.waste)
         used.append(held.sum())
     return float(np.mean(wasted)), float(np.mean(used))

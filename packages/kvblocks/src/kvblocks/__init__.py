@@ -8,19 +8,18 @@ from kvblocks.memory import PagedMemory
 from kvblocks.pool import BlockPool, Match
 from kvblocks.prefix import Prefix
 from kvblocks.stats import CacheStats, PoolStats
-from kvblocks.tables import BlockTables, Changes
-from kvblocks.transfers import Copies, CopyList
+from kvblocks.tables import BlockTables, TableChanges
+from kvblocks.transfers import BlockCopies, CopyList
 
 __all__ = [
     "AllCleared",
+    "BlockCopies",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
     "BlockTables",
     "CacheEvent",
     "CacheStats",
-    "Changes",
-    "Copies",
     "CopyList",
     "Extra",
     "IntegrityError",
@@ -31,4 +30,5 @@ __all__ = [
     "PoolStats",
     "Prefix",
     "PrefixHasher",
+    "TableChanges",
 ]

@@ -51,14 +51,6 @@ class PrefixHasher:
         update(data[start:])
         return keys
 
-    def copy(self) -> "PrefixHasher":
-        """A hasher that goes on from here on its own."""
-        copied = PrefixHasher.__new__(PrefixHasher)
-        copied.block_size = self.block_size
-        copied.num_tokens = self.num_tokens
-        copied._state = self._state.copy()
-        return copied
-
 
 def _little_endian(tokens: ArrayLike) -> bytes:
     """`tokens` as little-endian 32-bit integers."""

@@ -16,16 +16,16 @@ from kvblocks.pool import BlockPool
 from kvblocks.prefix import Prefix
 from kvblocks.rows import OpenRows
 from kvblocks.stats import CacheStats
-from kvblocks.tables import Changes
-from kvblocks.transfers import Copies, Transfers
+from kvblocks.tables import TableChanges
+from kvblocks.transfers import BlockCopies, Transfers
 
 
 class PagedMemory:
     """A block pool, its prefix index and the block tables of `max_rows` rows, kept in step.
 
-    The life of a row: `open` holds what is cached of its prompt, `grow` makes room before a step, `computed`
-    says after the step which tokens' keys and values exist now, and `close` gives all blocks back, or
-    `swap_out` moves them to the host tier.
+    The life of a row: `allocate` holds what is cached of its prompt, `grow` makes room before a step,
+    `commit` says after the step which tokens' keys and values exist now, and `free` gives all blocks back,
+    or `swap_out` moves them to the host tier.
 
     - A row never opens with all of its tokens cached: one is left to compute, or there would be no logits.
     - A block is published once it is full and computed, never earlier, so no other row reads what is not
@@ -34,7 +34,7 @@ class PagedMemory:
       there then, and restored when a row opens with them.
     - `windows` gives each layer group's sliding window in tokens, or None for full attention. Each has a
       table in `groups`; `tables` is the first one's. Blocks that a window has left are given back as
-      `computed` moves on.
+      `commit` moves on.
     - Copies of blocks are the caller's to perform: `drain_copies` after every plan, before its step.
 
     `salt` enters every key of this memory (the model's name, say), as `extra` enters a request's.
@@ -112,7 +112,7 @@ class PagedMemory:
         return Prefix(hasher.extend(ids), ids.size, hasher, reuse=reuse)
 
     def cached_tokens(self, prefix: Prefix) -> int:
-        """How many tokens `open` would find, on either tier."""
+        """How many tokens `allocate` would find, on either tier."""
         return self._opening(prefix).num_tokens
 
     def fits(self, prefix: Prefix, length: int, reserve: int = 0) -> bool:
@@ -129,7 +129,17 @@ class PagedMemory:
             taken += max(blocks - part.first, part.device.size) - part.hits.size + self._revived(part.hits)
         return taken <= self.num_free
 
-    def open(self, row: int, prefix: Prefix) -> int:
+    def blocks_for(self, length: int) -> int:
+        """The most blocks that a lone request of `length` tokens ever holds at once, over all layer groups.
+
+        That is ceil(length / block_size) for each group, one with a sliding window too: blocks that a window
+        has left are given back only by `commit`, and a single step may run all of the request's tokens. No
+        entry of a table past that is ever set, so `grow` never asks for more; a request in smaller chunks
+        stays below it.
+        """
+        return len(self.groups) * -(-length // self.block_size)
+
+    def allocate(self, row: int, prefix: Prefix) -> int:
         """Begin `row` with all that is known of `prefix`, and return how many tokens that is.
 
         That is the longest cached prefix in whole blocks, or what the request had computed when it was
@@ -155,7 +165,7 @@ class PagedMemory:
             opened = self._host.restore(prefix, opening)
         for group, part, blocks in zip(self.groups, opening.parts, opened):
             group.tables.attach(row, blocks, part.first)
-        self.forget(prefix)
+        self.discard(prefix)
         self._rows.begin(row, prefix, opening.num_tokens)
         if not prefix.counted:
             prefix.counted = True
@@ -183,7 +193,7 @@ class PagedMemory:
         for group in self.groups:
             group.tables.grow(rows, lengths)
 
-    def computed(self, rows: ArrayLike, lengths: ArrayLike, tokens: NDArray[np.int32]) -> None:
+    def commit(self, rows: ArrayLike, lengths: ArrayLike, tokens: NDArray[np.int32]) -> None:
         """Keys and values of `tokens[row, :length]` exist now: publish the blocks that became full.
 
         `rows` and `lengths` are int [n], `tokens` is the int32 [max_rows, max_length] array of all rows'
@@ -201,7 +211,7 @@ class PagedMemory:
         for group in self._windowed:
             group.trim(rows, lengths)
 
-    def close(self, row: int) -> None:
+    def free(self, row: int) -> None:
         """Give the row's blocks back. Its prefix may open another row."""
         self._rows.require_open([row])
         for group in self.groups:
@@ -219,62 +229,27 @@ class PagedMemory:
             return False
         if not self._host.swap_out(self._rows.prefix(row), row, int(self._rows.computed[row])):
             return False
-        self.close(row)
+        self.free(row)
         return True
 
-    def forget(self, prefix: Prefix) -> None:
+    def discard(self, prefix: Prefix) -> None:
         """Give back what the host tier keeps for a request that was swapped out; nothing if it was not."""
         if self._host is not None and prefix.host_copy is not None:
             self._host.forget(prefix)
 
-    def fork(self, row: int, new_row: int) -> Prefix:
-        """Begin `new_row` with all that `row` has computed, and return its prefix.
-
-        Full blocks are shared. A partly filled one gets a copy, since both rows go on writing where it
-        ends: that is made by `drain_copies`, before either of them can. The two requests have the same tokens
-        up to here, and may differ from here on.
-
-        Raises OutOfBlocks, with nothing changed, if there is none for the copy, and ValueError if `row` has
-        not yet computed all tokens that it began with.
-        """
-        self._rows.require_open([row])
-        self._rows.require_vacant(new_row)
-        prefix = self._rows.prefix(row)
-        length = int(self._rows.computed[row])
-        if length < prefix.num_tokens:
-            raise ValueError(
-                f"row {row} has computed {length} of {prefix.num_tokens} tokens, so it cannot fork yet"
-            )
-        full, rest = divmod(length, self.block_size)
-        copies = len(self.groups) if rest else 0
-        if copies > self.num_free:
-            raise OutOfBlocks(copies, self.num_free)
-        for group in self.groups:
-            first = int(group.tables.firsts[row])
-            shared = group.tables.array[row, first:full].copy()
-            self.pool.share(shared)
-            if rest:
-                tail = self.pool.allocate(1)
-                self._transfers.copy(int(group.tables.array[row, full]), int(tail[0]))
-                shared = np.concatenate((shared, tail))
-            group.tables.attach(new_row, shared, first)
-        forked = prefix.fork(length)
-        self._rows.begin(new_row, forked, length)
-        return forked
-
-    def drain_changes(self, group: int = 0) -> Changes:
+    def drain_changes(self, group: int = 0) -> TableChanges:
         """Entries of a group's block table set since the last call, of rows that have not been closed since.
 
         Entries before a sliding window are not set: take any block that exists for them, nobody reads it.
         """
         return self.groups[group].tables.drain_changes()
 
-    def drain_copies(self) -> Copies:
+    def drain_copies(self) -> BlockCopies:
         """The copies of blocks that are due; perform them before the step of the plan just made.
 
-        First `out`, then `in_`, then `copy`; `Transfers` says why that is safe. A block is copied as a whole,
+        First `swap_out`, then `swap_in`; `Transfers` says why that is safe. A block is copied as a whole,
         whichever layer group it serves. Blocks that are named stay held until then, so drain after an empty
-        plan too. Without a host tier and forks there is never anything to do.
+        plan too. Without a host tier there is never anything to do.
         """
         return self._transfers.drain()
 

@@ -62,10 +62,3 @@ class Prefix:
         """Hash what is not hashed yet of `tokens[:length]`, the request's own tokens (int32 [n ≥ length])."""
         assert self.hasher is not None, "without prefix caching there are no keys"
         self.keys += self.hasher.extend(tokens[self.hasher.num_tokens : length])
-
-    def fork(self, num_tokens: int) -> "Prefix":
-        """For a request with the same first `num_tokens` tokens, among them all that are hashed."""
-        hasher = self.hasher.copy() if self.hasher else None
-        forked = Prefix(self.keys.copy(), num_tokens, hasher, reuse=self.reuse)
-        forked.counted = True
-        return forked

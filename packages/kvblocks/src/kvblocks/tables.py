@@ -9,7 +9,7 @@ from kvblocks.errors import require
 from kvblocks.pool import BlockPool
 
 
-class Changes(NamedTuple):
+class TableChanges(NamedTuple):
     """Table entries that were set: `array[rows[i], indices[i]] == blocks[i]`; each int32 [n]."""
 
     rows: NDArray[np.int32]
@@ -127,13 +127,13 @@ class BlockTables:
         self.counts[row] = 0
         self._drained[row] = 0
 
-    def drain_changes(self) -> Changes:
+    def drain_changes(self) -> TableChanges:
         """The entries set since the last call, by row and index, of rows that have not been freed since."""
         rows = np.flatnonzero(self.counts > self._drained)
         starts = self._drained[rows]
         self._drained[rows] = self.counts[rows]
         of, indices = _spread(rows, starts, self.counts[rows] - starts)
-        return Changes(of.astype(np.int32), indices.astype(np.int32), self.array[of, indices])
+        return TableChanges(of.astype(np.int32), indices.astype(np.int32), self.array[of, indices])
 
     def check(self) -> None:
         """Walk every invariant of the tables; raise IntegrityError with the numbers that disagree."""
