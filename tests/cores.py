@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.executor.inproc import InprocExecutor
-from enginecore.messages import AddRequest, tokens_to_bytes
+from enginecore.messages import AddRequest, RowSampling
 from enginecore.model_files import locate
 from enginecore.sampling_params import SamplingParams
 
@@ -61,11 +63,9 @@ def message(number: int, ask: Ask) -> AddRequest:
     """Return the request as the core takes it."""
     return AddRequest(
         number=number,
-        prompt=tokens_to_bytes(list(ask.prompt)),
-        params=ask.params,
-        stop_ids=list(ask.stop_ids),
+        prompt=np.array(ask.prompt, np.int32),
         max_tokens=ask.max_tokens,
-        seed=ask.seed,
+        sampling=RowSampling(ask.params, list(ask.stop_ids), [], ask.seed),
     )
 
 
@@ -75,9 +75,8 @@ def collect(core: EngineCore, count: int) -> list[Answer]:
     while core.has_work:
         for outputs in core.step().values():
             assert not outputs.errors, outputs.errors
-            for number, token, finished in zip(
-                *(column.tolist() for column in outputs.columns()), strict=True
-            ):
+            columns = outputs.numbers.tolist(), outputs.tokens.tolist(), outputs.finished.tolist()
+            for number, token, finished in zip(*columns, strict=True):
                 assert answers[number].finish == 0, "a token after the end"
                 answers[number].tokens.append(token)
                 answers[number].finish = finished
@@ -87,8 +86,7 @@ def collect(core: EngineCore, count: int) -> list[Answer]:
                 (outputs.logprobs, "logprobs"),
                 (outputs.prompt_logprobs, "prompt_logprobs"),
             ):
-                for entry in entries:
-                    ids, values, ranks = entry.rows()
-                    found = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
-                    getattr(answers[entry.number], name).extend(found)
+                for number, entry in entries:
+                    found = zip(*(part.tolist() for part in entry), strict=True)
+                    getattr(answers[number], name).extend(found)
     return answers

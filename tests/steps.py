@@ -2,7 +2,11 @@
 
 import numpy as np
 
+from batchsched import StepPlan
 from enginecore.executor.step import StepInput
+from kvblocks import BlockCopies, CopyList, TableChanges
+
+NO_COPIES = BlockCopies(*[CopyList(*[np.empty(0, np.int32)] * 2)] * 2)
 
 
 def ids(*values: int) -> np.ndarray:
@@ -15,4 +19,5 @@ def decode_only(rows: int) -> StepInput:
     every = np.arange(rows, dtype=np.int32)
     few = every[::16]
     ones = np.ones(rows, np.int32)
-    return StepInput(7, every, every + 500, ones, ones > 0, ids(), [], few, few, few)
+    plan = StepPlan(7, every, every + 500, ones, ones > 0, [], ids(), ids(), ids())
+    return StepInput(plan, [], TableChanges(few, few, few), NO_COPIES)

@@ -11,7 +11,7 @@ import pytest
 
 import byte_tokenizer
 from checkpoints import Oracle, llama_config, save_random
-from enginecore import AsyncEngine, SamplingParams
+from enginecore import AsyncEngine, Request, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import EngineDeadError, ModelError, RequestAbortedError, RequestError
 
@@ -48,6 +48,10 @@ async def idle(engine):
     return engine.num_unfinished == 0
 
 
+def submit(engine, request_id, prompt, params):
+    return engine.submit([Request(request_id, engine.frontend.prepare_prompt(prompt), params)])
+
+
 async def last(stream):
     return [output async for output in stream][-1]
 
@@ -80,7 +84,7 @@ def test_leaving_early_aborts(model):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        stream = engine.add_request("aborted", "abc", LONG)
+        stream = submit(engine, "aborted", "abc", LONG)
         await anext(stream)
         await engine.abort("aborted")
         with pytest.raises(RequestAbortedError, match="aborted"):
@@ -95,9 +99,9 @@ def test_leaving_early_aborts(model):
 def test_one_id_again_and_again(model):
     async def scenario(engine):
         for _ in range(50):
-            stream = engine.add_request("same", "abc", LONG)
+            stream = submit(engine, "same", "abc", LONG)
             with pytest.raises(RequestError, match="unfinished request"):
-                engine.add_request("same", "abc", LONG)
+                submit(engine, "same", "abc", LONG)
             await stream.aclose()
         return await idle(engine)
 
@@ -108,7 +112,7 @@ def test_bad_requests_are_refused_at_once(model):
     async def scenario(engine):
         for prompt in ("", [], [-1], [320], [1.5], {"text": "a"}, "x" * 600):
             with pytest.raises(RequestError):
-                engine.add_request("bad", prompt, SHORT)
+                submit(engine, "bad", prompt, SHORT)
         return (await last(engine.generate([319], SHORT, "bad"))).finished
 
     assert with_engine(model, scenario)
@@ -116,14 +120,14 @@ def test_bad_requests_are_refused_at_once(model):
 
 def test_a_killed_core_fails_its_streams(model):
     async def scenario(engine):
-        streams = [engine.add_request(str(i), "abc", LONG) for i in range(3)]
+        streams = [submit(engine, str(i), "abc", LONG) for i in range(3)]
         await anext(streams[0])
         os.kill(engine.core_pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDeadError, match="killed by signal 9"):
                 await asyncio.wait_for(last(stream), 5)
         with pytest.raises(EngineDeadError):
-            engine.add_request("next", "abc", SHORT)
+            submit(engine, "next", "abc", SHORT)
         return engine.is_ready, psutil.pid_exists(engine.core_pid)
 
     assert with_engine(model, scenario) == (False, False)

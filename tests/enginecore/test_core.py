@@ -9,7 +9,7 @@ from transformers import MistralConfig
 from checkpoints import llama_config, random_sizes, save_random
 from cores import Ask, collect, message, run, start_core
 from enginecore.errors import ConfigError
-from enginecore.messages import LENGTH, STOP, AddRequest, tokens_to_bytes
+from enginecore.messages import LENGTH, STOP
 from enginecore.sampling_params import SamplingParams
 
 
@@ -153,8 +153,7 @@ def test_the_better_priority_goes_first(model):
         core.add(0, added)
     while core.has_work:
         for outputs in core.step().values():
-            numbers, _, finished = outputs.columns()
-            order += numbers[finished > 0].tolist()
+            order += outputs.numbers[outputs.finished > 0].tolist()
     assert order == [1, 2, 0]
 
 
@@ -348,7 +347,7 @@ def test_a_refused_request_is_answered_and_harms_no_one(model):
     while core.has_work:
         outputs = core.step()
         errors |= outputs[0].errors
-        tokens += outputs[1].columns()[1].tolist() if 1 in outputs else []
+        tokens += outputs[1].tokens.tolist() if 1 in outputs else []
     assert list(errors) == [0]
     assert "200" in errors[0] and "65" in errors[0]
     assert len(tokens) == 3
@@ -362,9 +361,8 @@ def test_clients_get_their_own_tokens_only(model):
     got = {0: [], 1: []}
     while core.has_work:
         for client, outputs in core.step().items():
-            numbers, tokens, _ = outputs.columns()
-            assert set(numbers.tolist()) <= {7}
-            got[client] += tokens.tolist()
+            assert set(outputs.numbers.tolist()) <= {7}
+            got[client] += outputs.tokens.tolist()
     expected = alone(start_core(model), asks.values())
     assert [got[0], got[1]] == [answer.tokens for answer in expected]
 
@@ -374,18 +372,9 @@ def test_a_cache_salt_keeps_requests_apart(model):
     prompt = list(range(40))
 
     def cached(salt):
-        core.add(
-            0,
-            AddRequest(
-                number=0,
-                prompt=tokens_to_bytes(prompt),
-                params=params(),
-                stop_ids=[],
-                max_tokens=1,
-                seed=0,
-                cache_salt=salt,
-            ),
-        )
+        added = message(0, Ask(prompt, 1))
+        added.cache_salt = salt
+        core.add(0, added)
         return collect(core, 1)[0].cached
 
     assert [cached(None), cached(None), cached("a"), cached("a"), cached("b")] == [0, 32, 0, 32, 0]
@@ -412,6 +401,6 @@ def test_limits_that_contradict_the_memory(model, options, parts):
 
 def test_a_length_limit_that_was_not_asked_for_is_lowered_to_what_fits(model):
     core = start_core(model, num_blocks_override=8)
-    assert core.ready.max_model_len == 129
+    assert core.limits.max_model_len == 129
     exactly = run(core, [Ask([1] * 64, 65)])[0]
     assert len(exactly.tokens) == 65

@@ -1,16 +1,17 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
-from enginecore.frontend.frontend import Frontend, Prompt, Received, Usage
+from enginecore.frontend.frontend import Frontend
+from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.messages import AddRequest, Outputs, Ready, TokenLogprobs, tokens_from_bytes
+from enginecore.messages import AddRequest, EngineLimits, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
 from enginecore.outputs import Logprob, RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
@@ -28,7 +29,7 @@ def front(tokenizer: Tokenizer | None, files: ModelFiles | None = None, **option
     """Return a front-end of a model with 320 ids and room for 64 tokens."""
     files = files or ModelFiles("m", Path("m"), {"eos_token_id": EOS})
     frontend = Frontend(EngineConfig(model="m", **options), files, tokenizer)
-    frontend.limits = Ready(max_model_len=64, vocab_size=320, num_blocks=8, block_size=16)
+    frontend.limits = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=8, block_size=16)
     return frontend
 
 
@@ -41,24 +42,42 @@ def step(*rows: tuple[int, int, int], **more: Any) -> Outputs:
     """Return a step's message from (number, token, finish code) rows."""
     numbers, tokens, codes = zip(*rows) if rows else ((), (), ())
     return Outputs(
-        numbers=np.array(numbers, np.int64).tobytes(),
-        tokens=np.array(tokens, np.int32).tobytes(),
-        finished=np.array(codes, np.int8).tobytes(),
+        numbers=np.array(numbers, np.int64),
+        tokens=np.array(tokens, np.int32),
+        finished=np.array(codes, np.int8),
         **more,
     )
+
+
+class Received(NamedTuple):
+    outputs: list[RequestOutput]
+    stopped: list[int]
+
+
+def add(
+    frontend: Frontend, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+) -> list[AddRequest]:
+    """Return what a core is sent for a request."""
+    return frontend.add(Request(request_id, prompt, params, priority)).messages
+
+
+def receive(frontend: Frontend, outputs: Outputs) -> Received:
+    """Return what callers get of a step, as an engine that is stepped by hand gives it to them."""
+    processed = frontend.process(outputs)
+    return Received([state.output() for state in processed.changed if state.has_output], processed.stopped)
 
 
 def core(frontend: Frontend, request: AddRequest, script: Sequence[int]) -> Iterator[Received]:
     """Say the script as an engine core would: a token a step, up to a stop id, max_tokens, or an abort."""
     for count, token in enumerate(script, 1):
         code = 0
-        if token in request.stop_ids and count > request.params.min_tokens:
+        if token in request.sampling.stop_ids and count > request.sampling.params.min_tokens:
             code = 1
         elif count == request.max_tokens:
             code = 2
-        received = frontend.receive(step((request.number, token, code)))
+        received = receive(frontend, step((request.number, token, code)))
         yield received
-        if code or request.number in received.abort:
+        if code or request.number in received.stopped:
             return
 
 
@@ -66,7 +85,7 @@ def run(
     frontend: Frontend, script: Sequence[int], params: SamplingParams
 ) -> tuple[list[str], list[RequestOutput]]:
     """Return the texts shown, one an output, and the outputs."""
-    [request] = frontend.add("r", Prompt("qqq", [113] * 3), params)
+    [request] = add(frontend, "r", Prompt("qqq", [113] * 3), params)
     outputs = [output for received in core(frontend, request, script) for output in received.outputs]
     assert frontend.unfinished == 0
     assert outputs[-1].finished
@@ -117,9 +136,9 @@ def test_a_stop_string_across_tokens(
     frontend: Frontend, kind: RequestOutputKind, include: bool, text: str, stop: list[str]
 ) -> None:
     params = greedy(kind, stop=stop, include_stop_str_in_output=include)
-    [request] = frontend.add("r", Prompt("qqq", [113] * 3), params)
+    [request] = add(frontend, "r", Prompt("qqq", [113] * 3), params)
     steps = list(core(frontend, request, ids("abcSTOPzz")))
-    assert [received.abort for received in steps] == [[]] * 6 + [[request.number]]
+    assert [received.stopped for received in steps] == [[]] * 6 + [[request.number]]
     outputs = [output for received in steps for output in received.outputs]
     texts = [output.outputs[0].text for output in outputs]
     shown = "".join(texts) if kind is DELTA else texts[-1]
@@ -127,25 +146,24 @@ def test_a_stop_string_across_tokens(
     assert all(not given.endswith(("S", "ST", "STO")) for given in texts)
     last = outputs[-1].outputs[0]
     assert (last.finish_reason, last.stop_reason) == ("stop", "STOP")
-    assert steps[-1].usages == [Usage("r", 3, 7, 0)]
     assert frontend.unfinished == 0
 
 
 def test_a_stop_string_on_the_last_token_is_no_abort(frontend: Frontend) -> None:
-    [request] = frontend.add("r", Prompt(None, [1]), greedy(stop=["c"], max_tokens=3))
+    [request] = add(frontend, "r", Prompt(None, [1]), greedy(stop=["c"], max_tokens=3))
     *_, last = core(frontend, request, ids("abc"))
-    assert last.abort == []
+    assert last.stopped == []
     assert last.outputs[0].outputs[0].stop_reason == "c"
 
 
 def test_tokens_after_a_stop_string_are_dropped(frontend: Frontend) -> None:
-    [request] = frontend.add("r", Prompt(None, [1]), greedy(DELTA, stop=["b"]))
+    [request] = add(frontend, "r", Prompt(None, [1]), greedy(DELTA, stop=["b"]))
     number = request.number
-    received = frontend.receive(step(*[(number, token, 0) for token in ids("abcd")]))
+    received = receive(frontend, step(*[(number, token, 0) for token in ids("abcd")]))
     [output] = received.outputs
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("a", ids("ab"))
-    assert received.abort == [number]
-    assert frontend.receive(step((number, 101, 1))) == Received([], [], [])
+    assert received.stopped == [number]
+    assert receive(frontend, step((number, 101, 1))) == Received([], [])
 
 
 def test_no_stop_string_ends_before_min_tokens(frontend: Frontend) -> None:
@@ -203,22 +221,22 @@ def test_where_eos_ids_come_from(
     byte_tokenizer: Tokenizer, config: dict[str, Any], generation: dict[str, Any], expected: list[int]
 ) -> None:
     frontend = front(byte_tokenizer, ModelFiles("m", Path("m"), config, generation))
-    [request] = frontend.add("r", Prompt(None, [1]), greedy(stop_token_ids=[7, 258]))
-    assert request.stop_ids == list(dict.fromkeys([*expected, 7, 258]))
-    [request] = frontend.add("s", Prompt(None, [1]), greedy(ignore_eos=True))
-    assert request.stop_ids == []
+    [request] = add(frontend, "r", Prompt(None, [1]), greedy(stop_token_ids=[7, 258]))
+    assert request.sampling.stop_ids == list(dict.fromkeys([*expected, 7, 258]))
+    [request] = add(frontend, "s", Prompt(None, [1]), greedy(ignore_eos=True))
+    assert request.sampling.stop_ids == []
 
 
 def test_output_keeps_the_space_that_joins_it_to_its_prompt(shared_data: Path) -> None:
     tokenizer = load_tokenizer(ModelFiles("", shared_data / "stories260k", {}))
     assert tokenizer is not None
     frontend = front(tokenizer)
-    frontend.limits = Ready(512, 512, 8, 16)
+    frontend.limits = EngineLimits(512, 512, 8, 16)
     script = tokenizer.encode("time", add_special_tokens=False)
     for kind in KINDS:
         for prompt, text in (("Once upon a", " time"), ("", "time")):
             params = greedy(kind, max_tokens=len(script))
-            [request] = frontend.add("r", frontend.prepare_prompt(prompt), params)
+            [request] = add(frontend, "r", frontend.prepare_prompt(prompt), params)
             outputs = [out for got in core(frontend, request, script) for out in got.outputs]
             texts = [output.outputs[0].text for output in outputs]
             assert ("".join(texts) if kind is DELTA else texts[-1]) == text
@@ -246,23 +264,22 @@ def test_outputs_name_the_request(frontend: Frontend) -> None:
 
 def test_samples_of_one_request(frontend: Frontend) -> None:
     params = SamplingParams(n=3, max_tokens=2, output_kind=DELTA)
-    numbers = [request.number for request in frontend.add("r", Prompt(None, [1]), params)]
+    numbers = [request.number for request in add(frontend, "r", Prompt(None, [1]), params)]
     assert len(set(numbers)) == 3
-    [output] = frontend.receive(step((numbers[2], 97, 0), (numbers[0], 98, 2))).outputs
+    [output] = receive(frontend, step((numbers[2], 97, 0), (numbers[0], 98, 2))).outputs
     assert [(sample.index, sample.text) for sample in output.outputs] == [(0, "b"), (2, "a")]
     assert not output.finished
-    received = frontend.receive(step((numbers[1], 97, 2), (numbers[2], EOS, 1)))
+    received = receive(frontend, step((numbers[1], 97, 2), (numbers[2], EOS, 1)))
     [output] = received.outputs
     assert output.finished
     assert [sample.finish_reason for sample in output.outputs] == ["length", "stop"]
-    assert received.usages == [Usage("r", 1, 4, 0)]
 
 
 def test_samples_are_all_in_the_final_output(frontend: Frontend) -> None:
     params = SamplingParams(n=2, max_tokens=1, output_kind=FINAL_ONLY)
-    first, second = frontend.add("r", Prompt(None, [1]), params)
-    assert frontend.receive(step((second.number, 98, 2))).outputs == []
-    [output] = frontend.receive(step((first.number, 97, 2))).outputs
+    first, second = add(frontend, "r", Prompt(None, [1]), params)
+    assert receive(frontend, step((second.number, 98, 2))).outputs == []
+    [output] = receive(frontend, step((first.number, 97, 2))).outputs
     assert [(sample.index, sample.text) for sample in output.outputs] == [(0, "a"), (1, "b")]
 
 
@@ -270,42 +287,41 @@ def test_times_and_cached_tokens(byte_tokenizer: Tokenizer) -> None:
     now = 100.0
     files = ModelFiles("m", Path("m"), {})
     frontend = Frontend(EngineConfig(model="m"), files, byte_tokenizer, clock=lambda: now)
-    frontend.limits = Ready(64, 320, 8, 16)
-    first, second = frontend.add("r", Prompt(None, [1] * 40), SamplingParams(n=2, max_tokens=1))
+    frontend.limits = EngineLimits(64, 320, 8, 16)
+    first, second = add(frontend, "r", Prompt(None, [1] * 40), SamplingParams(n=2, max_tokens=1))
     now = 101.0
     scheduled = {first.number: (16, 0.5), second.number: (32, 0.75)}
-    frontend.receive(step((first.number, 97, 2), (second.number, 97, 0), scheduled=scheduled))
+    receive(frontend, step((first.number, 97, 2), (second.number, 97, 0), scheduled=scheduled))
     now = 102.0
-    received = frontend.receive(step((second.number, 97, 2)))
+    received = receive(frontend, step((second.number, 97, 2)))
     [output] = received.outputs
     assert output.num_cached_tokens == 16
     assert output.metrics is not None
     assert (output.metrics.arrival_time, output.metrics.first_token_time) == (100.0, 101.0)
     assert output.metrics.finished_time == 102.0
-    assert received.usages == [Usage("r", 40, 3, 16)]
 
 
 # Log probabilities
 
 
-def logprobs_of(number: int, rows: list[list[tuple[int, float]]], ranks: list[int]) -> TokenLogprobs:
-    return TokenLogprobs(
-        number,
-        len(rows[0]),
-        np.array([[token for token, _ in row] for row in rows], np.int32).tobytes(),
-        np.array([[value for _, value in row] for row in rows], np.float32).tobytes(),
-        np.array(ranks, np.int32).tobytes(),
+def logprobs_of(
+    number: int, rows: list[list[tuple[int, float]]], ranks: list[int]
+) -> tuple[int, PositionLogprobs]:
+    return number, PositionLogprobs(
+        np.array([[token for token, _ in row] for row in rows], np.int32),
+        np.array([[value for _, value in row] for row in rows], np.float32),
+        np.array(ranks, np.int32),
     )
 
 
 def test_logprobs_come_with_their_tokens(frontend: Frontend) -> None:
-    [request] = frontend.add("r", Prompt(None, [1]), SamplingParams(logprobs=1, max_tokens=2))
+    [request] = add(frontend, "r", Prompt(None, [1]), SamplingParams(logprobs=1, max_tokens=2))
     number = request.number
-    [output] = frontend.receive(
+    [output] = receive(frontend, 
         step((number, 97, 0), logprobs=[logprobs_of(number, [[(97, -0.5), (97, -0.5)]], [1])])
     ).outputs
     assert output.outputs[0].logprobs == [{97: Logprob(-0.5, 1, "a")}]
-    [output] = frontend.receive(
+    [output] = receive(frontend, 
         step((number, 98, 2), logprobs=[logprobs_of(number, [[(98, -2.0), (99, -0.25)]], [5])])
     ).outputs
     assert output.outputs[0].logprobs == [
@@ -317,10 +333,10 @@ def test_logprobs_come_with_their_tokens(frontend: Frontend) -> None:
 
 def test_logprobs_of_tokens_after_a_stop_string_are_dropped(frontend: Frontend) -> None:
     params = SamplingParams(logprobs=0, stop=["a"], output_kind=DELTA)
-    [request] = frontend.add("r", Prompt(None, [1]), params)
+    [request] = add(frontend, "r", Prompt(None, [1]), params)
     number = request.number
     entries = [logprobs_of(number, [[(token, -1.0)]], [1]) for token in (97, 98)]
-    [output] = frontend.receive(step((number, 97, 0), (number, 98, 0), logprobs=entries)).outputs
+    [output] = receive(frontend, step((number, 97, 0), (number, 98, 0), logprobs=entries)).outputs
     assert output.outputs[0].logprobs == [{97: Logprob(-1.0, 1, "a")}]
     assert output.outputs[0].cumulative_logprob == -1.0
 
@@ -328,31 +344,31 @@ def test_logprobs_of_tokens_after_a_stop_string_are_dropped(frontend: Frontend) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_logprobs_arrive_once_and_start_with_none(frontend: Frontend, kind: RequestOutputKind) -> None:
     params = SamplingParams(prompt_logprobs=0, n=2, max_tokens=2, output_kind=kind)
-    first, second = frontend.add("r", Prompt(None, [1, 2, 3]), params)
-    assert (first.params.prompt_logprobs, second.params.prompt_logprobs) == (0, None)
+    first, second = add(frontend, "r", Prompt(None, [1, 2, 3]), params)
+    assert (first.sampling.params.prompt_logprobs, second.sampling.params.prompt_logprobs) == (0, None)
     pieces = [logprobs_of(first.number, [[(token, -1.0)]], [4]) for token in (2, 3)]
-    outputs = frontend.receive(step(prompt_logprobs=pieces[:1])).outputs
+    outputs = receive(frontend, step(prompt_logprobs=pieces[:1])).outputs
     assert outputs == []
-    outputs += frontend.receive(
+    outputs += receive(frontend, 
         step((first.number, 97, 0), (second.number, 97, 0), prompt_logprobs=pieces[1:])
     ).outputs
-    outputs += frontend.receive(step((first.number, 97, 2), (second.number, 97, 2))).outputs
+    outputs += receive(frontend, step((first.number, 97, 2), (second.number, 97, 2))).outputs
     rows = [None, {2: Logprob(-1.0, 4, "\x02")}, {3: Logprob(-1.0, 4, "\x03")}]
     seen = [output.prompt_logprobs for output in outputs]
     assert seen == ([rows, None] if kind is DELTA else [rows] * len(outputs))
 
 
 def test_the_only_token_of_a_prompt_has_no_logprobs(frontend: Frontend) -> None:
-    [request] = frontend.add("r", Prompt(None, [1]), SamplingParams(prompt_logprobs=3, max_tokens=1))
-    [output] = frontend.receive(step((request.number, 97, 2))).outputs
+    [request] = add(frontend, "r", Prompt(None, [1]), SamplingParams(prompt_logprobs=3, max_tokens=1))
+    [output] = receive(frontend, step((request.number, 97, 2))).outputs
     assert output.prompt_logprobs == [None]
 
 
 def test_without_detokenizing_logprobs_hold_no_text(frontend: Frontend) -> None:
     params = SamplingParams(logprobs=0, detokenize=False, max_tokens=1)
-    [request] = frontend.add("r", Prompt(None, [1]), params)
+    [request] = add(frontend, "r", Prompt(None, [1]), params)
     entry = logprobs_of(request.number, [[(97, -1.0)]], [1])
-    [output] = frontend.receive(step((request.number, 97, 2), logprobs=[entry])).outputs
+    [output] = receive(frontend, step((request.number, 97, 2), logprobs=[entry])).outputs
     assert output.outputs[0].logprobs == [{97: Logprob(-1.0, 1, None)}]
 
 
@@ -363,18 +379,19 @@ def test_messages_to_the_core(frontend: Frontend) -> None:
     params = greedy(max_tokens=5, seed=9)
     prompt = frontend.prepare_prompt({"prompt": "hi", "cache_salt": "s"})
     with pytest.raises(RequestError, match="priority has no effect"):
-        frontend.add("r", prompt, params, priority=3)
-    [request] = frontend.add("r", prompt, params)
-    assert tokens_from_bytes(request.prompt).tolist() == ids("hi")
-    assert (request.max_tokens, request.seed, request.priority, request.cache_salt) == (5, 9, 0, "s")
-    [other] = frontend.add("q", prompt, params, cache_salt="t")
+        add(frontend, "r", prompt, params, priority=3)
+    [request] = add(frontend, "r", prompt, params)
+    assert request.prompt.tolist() == ids("hi")
+    assert (request.max_tokens, request.sampling.seed) == (5, 9)
+    assert (request.priority, request.cache_salt) == (0, "s")
+    [other] = add(frontend, "q", frontend.prepare_prompt("hi", cache_salt="t"), params)
     assert (other.cache_salt, other.number) == ("t", request.number + 1)
 
 
 def test_seeds(byte_tokenizer: Tokenizer) -> None:
     def seeds(frontend: Frontend, request_id: str, **fields: Any) -> list[int]:
         return [
-            request.seed for request in frontend.add(request_id, Prompt(None, [1]), SamplingParams(**fields))
+            request.sampling.seed for request in add(frontend, request_id, Prompt(None, [1]), SamplingParams(**fields))
         ]
 
     one, two = front(byte_tokenizer, seed=7), front(byte_tokenizer, seed=7)
@@ -387,14 +404,14 @@ def test_seeds(byte_tokenizer: Tokenizer) -> None:
 
 
 def test_bad_words_stand_alone_and_after_a_space(frontend: Frontend, shared_data: Path) -> None:
-    [request] = frontend.add("r", Prompt(None, [1]), greedy(bad_words=["ab", " c"]))
-    assert request.bad_words == [ids("ab"), ids("c")]
+    [request] = add(frontend, "r", Prompt(None, [1]), greedy(bad_words=["ab", " c"]))
+    assert request.sampling.bad_words == [ids("ab"), ids("c")]
     tokenizer = load_tokenizer(ModelFiles("", shared_data / "tokenizers/smollm2", {}))
     assert tokenizer is not None
     words = front(tokenizer)
-    words.limits = Ready(64, tokenizer.vocab_size, 8, 16)
-    [request] = words.add("r", Prompt(None, [1]), greedy(bad_words=["dog"]))
-    assert [tokenizer.decode(word) for word in request.bad_words] == ["dog", " dog"]
+    words.limits = EngineLimits(64, tokenizer.vocab_size, 8, 16)
+    [request] = add(words, "r", Prompt(None, [1]), greedy(bad_words=["dog"]))
+    assert [tokenizer.decode(word) for word in request.sampling.bad_words] == ["dog", " dog"]
 
 
 # Prompts
@@ -443,7 +460,7 @@ def test_other_prompts_are_refused(frontend: Frontend, prompt: Any) -> None:
 @pytest.mark.parametrize("prompt", ["", [], {"prompt": ""}, {"prompt_token_ids": []}])
 def test_prompts_without_a_token_are_refused(frontend: Frontend, prompt: Any) -> None:
     with pytest.raises(RequestError, match="the prompt is empty"):
-        frontend.add("r", frontend.prepare_prompt(prompt), greedy())
+        add(frontend, "r", frontend.prepare_prompt(prompt), greedy())
     run(frontend, [EOS], greedy())
 
 
@@ -457,8 +474,8 @@ def test_an_empty_text_is_a_prompt_where_bos_is_added(shared_data: Path) -> None
 @pytest.mark.parametrize("token", [-1, 320, 2**63])
 def test_ids_outside_the_vocabulary_are_refused(frontend: Frontend, token: int) -> None:
     with pytest.raises(RequestError, match=f"token id {token}, but the vocabulary ends at 319"):
-        frontend.add("r", Prompt(None, [5, token, 6]), greedy())
-    frontend.add("r", Prompt(None, [319, 0]), greedy())
+        add(frontend, "r", Prompt(None, [5, token, 6]), greedy())
+    add(frontend, "r", Prompt(None, [319, 0]), greedy())
 
 
 @pytest.mark.parametrize(
@@ -474,7 +491,7 @@ def test_ids_outside_the_vocabulary_are_refused(frontend: Frontend, token: int) 
 def test_prompts_that_just_fit(
     frontend: Frontend, length: int, max_tokens: int | None, expected: int
 ) -> None:
-    [request] = frontend.add("r", Prompt(None, [1] * length), greedy(max_tokens=max_tokens))
+    [request] = add(frontend, "r", Prompt(None, [1] * length), greedy(max_tokens=max_tokens))
     assert request.max_tokens == expected
 
 
@@ -490,7 +507,7 @@ def test_prompts_that_just_fit(
 )
 def test_prompts_that_do_not_fit(frontend: Frontend, length: int, max_tokens: int | None, param: str) -> None:
     with pytest.raises(RequestError, match=f"{length} tokens.*at most 64") as refusal:
-        frontend.add("r", Prompt(None, [1] * length), greedy(max_tokens=max_tokens))
+        add(frontend, "r", Prompt(None, [1] * length), greedy(max_tokens=max_tokens))
     assert refusal.value.param == param
     assert isinstance(refusal.value, ValueError)
     assert frontend.unfinished == 0
@@ -515,14 +532,14 @@ def test_parameters_the_model_cannot_meet(
     frontend: Frontend, fields: dict[str, Any], message: str, param: str
 ) -> None:
     with pytest.raises(RequestError, match=message) as refusal:
-        frontend.add("r", Prompt(None, [1]), SamplingParams(**fields))
+        add(frontend, "r", Prompt(None, [1]), SamplingParams(**fields))
     assert refusal.value.param == param
     assert frontend.unfinished == 0
 
 
 def test_no_limit_on_logprobs(byte_tokenizer: Tokenizer) -> None:
     frontend = front(byte_tokenizer, max_logprobs=-1)
-    assert len(frontend.add("r", Prompt(None, [1]), SamplingParams(logprobs=-1))) == 1
+    assert len(add(frontend, "r", Prompt(None, [1]), SamplingParams(logprobs=-1))) == 1
 
 
 # Chat
@@ -583,9 +600,9 @@ def test_a_given_template_comes_before_the_option_and_the_model_s(byte_tokenizer
 
 def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
     frontend = front(None)
-    [request] = frontend.add("r", frontend.prepare_prompt([1, 2]), greedy(logprobs=0))
+    [request] = add(frontend, "r", frontend.prepare_prompt([1, 2]), greedy(logprobs=0))
     entry = logprobs_of(request.number, [[(EOS, -1.0)]], [1])
-    [output] = frontend.receive(step((request.number, EOS, 1), logprobs=[entry])).outputs
+    [output] = receive(frontend, step((request.number, EOS, 1), logprobs=[entry])).outputs
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [EOS])
 
 
@@ -595,8 +612,8 @@ def test_without_a_tokenizer_text_is_refused() -> None:
         lambda: frontend.prepare_prompt("hi"),
         lambda: frontend.prepare_prompt({"prompt": "hi"}),
         lambda: frontend.prepare_chat([{"role": "user", "content": "hi"}]),
-        lambda: frontend.add("r", Prompt(None, [1]), greedy(stop=["x"])),
-        lambda: frontend.add("r", Prompt(None, [1]), greedy(bad_words=["x"])),
+        lambda: add(frontend, "r", Prompt(None, [1]), greedy(stop=["x"])),
+        lambda: add(frontend, "r", Prompt(None, [1]), greedy(bad_words=["x"])),
     ):
         with pytest.raises(RequestError, match="no tokenizer"):
             attempt()
@@ -607,31 +624,31 @@ def test_without_a_tokenizer_text_is_refused() -> None:
 
 def test_one_id_for_one_request_at_a_time(frontend: Frontend) -> None:
     prompt = Prompt(None, [1])
-    [first] = frontend.add("r", prompt, greedy())
+    [first] = add(frontend, "r", prompt, greedy())
     with pytest.raises(RequestError, match="'r' belongs to an unfinished request"):
-        frontend.add("r", prompt, greedy())
+        add(frontend, "r", prompt, greedy())
     assert frontend.abort("r") == [first.number]
-    [second] = frontend.add("r", prompt, greedy())
+    [second] = add(frontend, "r", prompt, greedy())
     # What the core had already sent for the first is not the second's.
-    assert frontend.receive(step((first.number, 97, 2))).outputs == []
-    [output] = frontend.receive(step((second.number, 98, 2))).outputs
+    assert receive(frontend, step((first.number, 97, 2))).outputs == []
+    [output] = receive(frontend, step((second.number, 98, 2))).outputs
     assert output.outputs[0].text == "b"
 
 
 def test_aborting_names_only_what_still_runs(frontend: Frontend) -> None:
     params = SamplingParams(n=3, max_tokens=4)
-    numbers = [request.number for request in frontend.add("r", Prompt(None, [1]), params)]
-    frontend.receive(step((numbers[1], EOS, 1)))
+    numbers = [request.number for request in add(frontend, "r", Prompt(None, [1]), params)]
+    receive(frontend, step((numbers[1], EOS, 1)))
     assert frontend.abort("r") == [numbers[0], numbers[2]]
     assert frontend.abort("r") == []
     assert frontend.unfinished == 0
 
 
 def test_a_request_the_core_gives_up(frontend: Frontend) -> None:
-    [request] = frontend.add("r", Prompt(None, [1]), greedy())
-    [other] = frontend.add("s", Prompt(None, [1]), greedy())
-    frontend.receive(step((request.number, 97, 0)))
-    received = frontend.receive(step((other.number, 97, 0), errors={request.number: "it never fits"}))
+    [request] = add(frontend, "r", Prompt(None, [1]), greedy())
+    [other] = add(frontend, "s", Prompt(None, [1]), greedy())
+    receive(frontend, step((request.number, 97, 0)))
+    received = receive(frontend, step((other.number, 97, 0), errors={request.number: "it never fits"}))
     failed = next(output for output in received.outputs if output.request_id == "r")
     assert failed.finished
     sample = failed.outputs[0]
@@ -639,21 +656,23 @@ def test_a_request_the_core_gives_up(frontend: Frontend) -> None:
     assert frontend.unfinished == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_failing_everything(frontend: Frontend, kind: RequestOutputKind) -> None:
-    one, two = frontend.add("r", Prompt(None, [1]), SamplingParams(n=2, output_kind=kind))
-    frontend.add("s", Prompt(None, [1]), SamplingParams(output_kind=kind))
-    frontend.receive(step((one.number, EOS, 1)))
-    outputs = frontend.fail_all("the engine has ended")
-    assert [output.request_id for output in outputs] == ["r", "s"]
-    assert all(output.finished for output in outputs)
-    failed = outputs[0].outputs[-1]
-    assert (failed.index, failed.finish_reason, failed.stop_reason) == (1, "error", "the engine has ended")
-    assert frontend.unfinished == 0
-    assert frontend.receive(step((two.number, 97, 0))).outputs == []
+def test_a_slow_reader_gets_all_of_it_at_once(frontend: Frontend) -> None:
+    params = SamplingParams(n=2, logprobs=0, output_kind=DELTA)
+    added = frontend.add(Request("r", Prompt(None, [1]), params))
+    one, two = (message.number for message in added.messages)
+    for token in ids("🌶abc"):
+        entries = [logprobs_of(number, [[(token, -1.0)]], [1]) for number in (one, two)]
+        frontend.process(step((one, token, 0), (two, token, 0), logprobs=entries))
+    first = added.state.output()
+    assert [(sample.text, len(sample.token_ids)) for sample in first.outputs] == [("🌶abc", 7)] * 2
+    assert [len(sample.logprobs or []) for sample in first.outputs] == [7, 7]
+    entries = [logprobs_of(two, [[(EOS, -1.0)]], [1])]
+    frontend.process(step((two, EOS, 1), logprobs=entries))
+    [second] = added.state.output().outputs
+    assert (second.index, second.text, second.token_ids, second.finish_reason) == (1, "", [EOS], "stop")
 
 
 def test_no_request_is_taken_before_the_core_is_ready(byte_tokenizer: Tokenizer) -> None:
     frontend = Frontend(EngineConfig(model="m"), ModelFiles("m", Path("m"), {}), byte_tokenizer)
     with pytest.raises(RequestError, match="still loading"):
-        frontend.add("r", Prompt(None, [1]), greedy())
+        add(frontend, "r", Prompt(None, [1]), greedy())

@@ -33,7 +33,7 @@ def llm(model):
 
 def nothing_left(llm):
     stats = llm.engine.stats()
-    llm.engine.core.check()
+    llm.engine._core.check()
     return (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
@@ -254,7 +254,7 @@ from enginecore import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=64)
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 expected = llm.generate("abc", greedy)[0].outputs[0].token_ids
-executor = llm.engine.core._executor
+executor = llm.engine._core._executor
 submit = executor.submit
 
 def interrupted(step):

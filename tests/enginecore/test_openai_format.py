@@ -6,7 +6,7 @@ import pytest
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai import answers, conversion, validation
-from enginecore.frontend.openai.bodies import ChatBody, CompletionBody, decode
+from enginecore.frontend.openai.bodies import ChatBody, CompletionBody, convert, decode
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 from enginecore.sampling_params import RequestOutputKind
 
@@ -29,24 +29,25 @@ def test_an_error_names_the_field_and_the_place():
         (b'{"temperature": "x"}', "temperature: Expected `float | null`, got `str`", "temperature"),
         (b'{"stop": ["a", 1]}', "stop[1]: Expected `str`, got `int`", "stop"),
         (b"{", "the body is not valid JSON: Input data was truncated", None),
+        (b"[1]", "Expected `object`, got `array`", None),
         (b'{"prompt":' + b"[" * 10_000, "the body is nested too deeply", None),
     ):
         with pytest.raises(RequestError) as error:
-            decode(raw, CompletionBody)
+            convert(decode(raw), CompletionBody)
         assert (str(error.value), error.value.param) == (message, param)
 
 
 def test_the_model_is_looked_at_first():
-    assert validation.model_name(b"{}", ["x", "y"]) == "x"
-    assert validation.model_name(b'{"model": "y", "temperature": "x"}', ["x", "y"]) == "y"
+    assert validation.model_name(decode(b"{}"), ["x", "y"]) == "x"
+    assert validation.model_name(decode(b'{"model": "y", "temperature": "x"}'), ["x", "y"]) == "y"
     with pytest.raises(validation.ModelNotFound, match="there is no model 'z' here, only x, y"):
-        validation.model_name(b'{"model": "z", "temperature": "x"}', ["x", "y"])
+        validation.model_name(decode(b'{"model": "z", "temperature": "x"}'), ["x", "y"])
 
 
 def test_a_body_without_limit_on_logprobs():
-    assert validation.read_completion(b'{"logprobs": 1000}', -1).logprobs == 1000
+    assert validation.read_completion(decode(b'{"logprobs": 1000}'), -1).logprobs == 1000
     with pytest.raises(RequestError, match="logprobs must be at least 0, got -1"):
-        validation.read_completion(b'{"logprobs": -1}', -1)
+        validation.read_completion(decode(b'{"logprobs": -1}'), -1)
 
 
 def test_output_kinds():
@@ -100,13 +101,13 @@ def test_text_is_refused_where_there_is_no_tokenizer():
 
 
 def test_the_models_own_parameters_fill_what_a_body_leaves_open():
-    body = decode(b'{"prompt": "a", "top_p": 0.5, "temperature": null}', CompletionBody)
+    body = convert(decode(b'{"prompt": "a", "top_p": 0.5, "temperature": null}'), CompletionBody)
     params = conversion.completion_params(body, {"temperature": 0.2, "top_p": 0.9, "top_k": 20})
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.5, 20)
 
 
 def test_an_error_names_the_field_that_was_sent():
-    body = decode(b'{"messages": [], "max_completion_tokens": 0, "max_tokens": 5}', ChatBody)
+    body = convert(decode(b'{"messages": [], "max_completion_tokens": 0, "max_tokens": 5}'), ChatBody)
     with pytest.raises(RequestError, match="max_completion_tokens must be at least 1") as error:
         conversion.chat_params(body, {})
     assert error.value.param == "max_completion_tokens"

@@ -8,7 +8,8 @@ import pytest
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
-from enginecore.options import NOT_OPTIONS, SERVER_OPTIONS, OptionParser, run_command
+from enginecore.option_sources import LIBRARY_VARIABLES
+from enginecore.options import OptionParser, run_command
 
 
 def option(default: Any, **more: Any) -> Any:
@@ -25,6 +26,11 @@ class Tool:
     limit: int | None = option(None)
     names: tuple[str, ...] = option(())
     prompt: tuple[str, ...] = option((), repeat=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net:
+    port: int = option(8000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,7 @@ def test_the_model_has_two_spellings(tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("max_itms: 3", "unknown option 'max_itms'"),
+        ("max_itms: 3", "unknown option 'max_itms'; the nearest is max_items"),
         ("max-items: 3\nmax_items: 4", "max_items is given twice"),
         ("- a", "must hold `option: value` lines"),
         ("a: [", "is not valid YAML"),
@@ -136,23 +142,51 @@ def test_a_file_may_be_empty_or_missing(tmp_path):
 
 
 def test_environment_variables_that_are_wrong():
-    with pytest.raises(ConfigError, match="OCTAVO_MAX_ITMS names no option 'max_itms'"):
-        read(OCTAVO_MAX_ITMS="3")
     with pytest.raises(ConfigError, match=r"max_items must be an integer, got 'x' \(from OCTAVO_MAX_ITEMS\)"):
         read(OCTAVO_MAX_ITEMS="x")
     with pytest.raises(ConfigError, match="names must be a list of texts"):
         read(OCTAVO_NAMES="[x")
 
 
-def test_variables_of_others_are_passed_over():
-    others = dict.fromkeys([*NOT_OPTIONS, *SERVER_OPTIONS, "HOME", "OCTAVOX"], "x")
-    assert read(**others) == Tool()
+def test_an_unknown_variable_is_a_warning_that_names_the_nearest_option(capsys):
+    assert read(OCTAVO_MAX_ITMS="3", OCTAVO_ZZZ="1") == Tool()
+    assert capsys.readouterr().err.splitlines() == [
+        "tool: warning: environment variable OCTAVO_MAX_ITMS names no option; the nearest is max_items",
+        "tool: warning: environment variable OCTAVO_ZZZ names no option",
+    ]
 
 
-def test_the_servers_variables_are_those_of_its_options():
-    from octavo_serve.config import ServeConfig
+def test_variables_of_libraries_are_passed_over(capsys):
+    assert read(**dict.fromkeys([*LIBRARY_VARIABLES, "HOME", "OCTAVOX"], "x")) == Tool()
+    assert capsys.readouterr().err == ""
 
-    assert {f"OCTAVO_{name.upper()}" for name in ServeConfig.__dataclass_fields__} == SERVER_OPTIONS
+
+def test_options_of_other_apps_are_passed_over(tmp_path, capsys):
+    path = write(tmp_path, "api_key: secret\nmax_items: 7\ntemperature: 0.5\n")
+    assert read("--config", path, OCTAVO_SHUTDOWN_TIMEOUT="x", OCTAVO_SYSTEM="be brief").max_items == 7
+    assert capsys.readouterr().err == ""
+
+
+KUBERNETES = {
+    "SERVICE_HOST": "10.96.7.20",
+    "SERVICE_PORT": "80",
+    "SERVICE_PORT_HTTP": "80",
+    "PORT": "tcp://10.96.7.20:80",
+    "PORT_80_TCP": "tcp://10.96.7.20:80",
+    "PORT_80_TCP_PROTO": "tcp",
+    "PORT_80_TCP_PORT": "80",
+    "PORT_80_TCP_ADDR": "10.96.7.20",
+}
+
+
+@pytest.mark.parametrize("service", ["OCTAVO_", "OCTAVO_SERVE_", "OCTAVO_MAX_ITEMS_"])
+def test_variables_of_a_cluster_are_passed_over(service, capsys):
+    """HC-88: Kubernetes sets them in every pod for a service of that name; `port` is also an option."""
+    parser = OptionParser("tool", "", "1", {"tool": Tool, "net": Net})
+    tool, net = parser.read([], {service + name: value for name, value in KUBERNETES.items()})
+    assert (tool, net) == (Tool(), Net())
+    assert capsys.readouterr().err == ""
+    assert parser.read([], {"OCTAVO_PORT": "9000"})[1] == Net(port=9000)
 
 
 @pytest.mark.parametrize(

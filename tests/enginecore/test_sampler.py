@@ -1,38 +1,48 @@
 """The sampler against the plain definition of each setting, computed with numpy in float64."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from enginecore.executor.step import RowStart, StepInput
+from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
-from enginecore.worker.runner.rows import Rows
 from enginecore.worker.sampling.processors import apply_penalties
 from enginecore.worker.sampling.sampler import sample
+from enginecore.worker.sampling.state import SamplingState
 
 VOCAB = 600
-NONE = np.zeros(0, np.int32)
 
 
-def rows_of(starts):
-    state = Rows(len(starts), 64, 4, torch.device("cpu"))
-    nothing = np.zeros(0, bool)
-    state.apply(StepInput(1, NONE, NONE, NONE, nothing, NONE, starts, NONE, NONE, NONE))
-    return state
+class Start(NamedTuple):
+    tokens: list[int]
+    num_prompt: int
+    sampling: RowSampling
 
 
-def start(row, params, *, tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), bad_words=()):
-    ids = np.array(tokens, np.int32)
-    return RowStart(row, ids, num_prompt, params, stop_ids, bad_words, seed, 0)
+def start(params, *, tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=(), bad_words=()):
+    sampling = RowSampling(params, list(stop_ids), [list(word) for word in bad_words], seed)
+    return Start(list(tokens), num_prompt, sampling)
+
+
+def state_of(starts):
+    """The settings and the tokens int32 [n, 64] of rows 0 to n - 1."""
+    state = SamplingState(len(starts))
+    tokens = torch.zeros(len(starts), 64, dtype=torch.int32)
+    for row, entry in enumerate(starts):
+        state.set(row, entry.num_prompt, entry.sampling)
+        tokens[row, : len(entry.tokens)] = torch.tensor(entry.tokens)
+    return state, tokens
 
 
 def draw(logits, starts):
     """Sample each row of logits [n, vocab] by its start."""
-    state = rows_of(starts)
+    state, tokens = state_of(starts)
     rows = np.arange(len(starts), dtype=np.int32)
     lengths = np.array([len(entry.tokens) for entry in starts])
-    return sample(torch.tensor(logits, dtype=torch.float32), rows, lengths, state)
+    return sample(torch.tensor(logits, dtype=torch.float32), rows, lengths, tokens, state)
 
 
 def allowed(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -67,7 +77,7 @@ def test_draws_follow_the_distribution(settings):
     logits = np.random.default_rng(1).normal(size=VOCAB) * 2.5
     expected = allowed(logits, **settings)
     params = SamplingParams(**settings)
-    tokens = draw(np.tile(logits, (draws, 1)), [start(i, params, seed=i) for i in range(draws)]).tokens
+    tokens = draw(np.tile(logits, (draws, 1)), [start(params, seed=i) for i in range(draws)]).tokens
     counts = np.bincount(tokens.numpy(), minlength=VOCAB)
     assert counts[expected == 0].sum() == 0
     # Pool the rare tokens, then Pearson's statistic: mean df, standard deviation sqrt(2 df).
@@ -86,7 +96,7 @@ def test_a_draw_depends_on_seed_and_position_alone():
     neighbours = [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=0), plain]
 
     def first_of(others, **same):
-        starts = [start(0, plain, **same), *(start(i + 1, p, seed=99) for i, p in enumerate(others))]
+        starts = [start(plain, **same), *(start(p, seed=99) for i, p in enumerate(others))]
         return int(draw(np.repeat(logits, len(starts), 0), starts).tokens[0])
 
     alone = first_of([], seed=7)
@@ -103,10 +113,10 @@ def test_temperatures_near_zero_take_the_best_token(temperature):
     logits[0, 17] = 11
     params = SamplingParams(temperature=temperature, logprobs=1)
     other = SamplingParams(temperature=1.0)
-    sampled = draw(logits, [start(0, params), start(1, other, seed=3)])
+    sampled = draw(logits, [start(params), start(other, seed=3)])
     assert int(sampled.tokens[0]) == 17
     assert np.isfinite(sampled.logprobs[0].values).all()
-    assert int(sampled.tokens[1]) == int(draw(logits[1:], [start(0, other, seed=3)]).tokens[0])
+    assert int(sampled.tokens[1]) == int(draw(logits[1:], [start(other, seed=3)]).tokens[0])
 
 
 def test_repetition_penalty_is_the_one_of_transformers():
@@ -114,8 +124,8 @@ def test_repetition_penalty_is_the_one_of_transformers():
     tokens = [40, 41, 40, 41, 7, 7]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits.clone())
     assert not torch.equal(expected, logits)
-    state = rows_of([start(0, SamplingParams(repetition_penalty=1.3), tokens=tokens, num_prompt=4)])
-    apply_penalties(logits, np.array([0], np.int32), np.array([len(tokens)]), state)
+    state, held = state_of([start(SamplingParams(repetition_penalty=1.3), tokens=tokens, num_prompt=4)])
+    apply_penalties(logits, np.array([0], np.int32), np.array([len(tokens)]), held, state)
     torch.testing.assert_close(logits, expected)
 
 
@@ -124,7 +134,7 @@ def test_presence_and_frequency_count_the_output_only():
         logits = np.full((1, VOCAB), -50.0)
         logits[0, 5], logits[0, other] = 0.0, lead
         params = SamplingParams(temperature=0, **penalty)
-        return int(draw(logits, [start(0, params, tokens=[9, 9, 8, 8, 8], num_prompt=num_prompt)]).tokens[0])
+        return int(draw(logits, [start(params, tokens=[9, 9, 8, 8, 8], num_prompt=num_prompt)]).tokens[0])
 
     assert best(9, 0.1, num_prompt=5, presence_penalty=2, frequency_penalty=2) == 9
     assert best(8, 0.69, num_prompt=2, presence_penalty=0.7) == 5
@@ -139,7 +149,7 @@ def test_bans_and_bias():
     logits[0, :4] = [9, 8, 7, 6]
 
     def best(params=None, **same):
-        return int(draw(logits, [start(0, params or SamplingParams(temperature=0), **same)]).tokens[0])
+        return int(draw(logits, [start(params or SamplingParams(temperature=0), **same)]).tokens[0])
 
     assert best() == 0
     assert best(SamplingParams(temperature=0, allowed_token_ids=[2, 3, 599])) == 2
@@ -158,34 +168,21 @@ def test_logprobs_are_the_models_own():
     expected = logits[0] - np.log(np.exp(logits[0]).sum())
     order = np.argsort(-expected)
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={int(order[9]): 100})
-    found = draw(logits, [start(0, params)]).logprobs[0]
+    found = draw(logits, [start(params)]).logprobs[0]
     assert found.ids[0].tolist() == [order[9], *order[:3]]
     np.testing.assert_allclose(found.values[0], expected[[order[9], *order[:3]]], atol=1e-5)
     assert found.ranks.tolist() == [10]
-    whole = draw(logits, [start(0, SamplingParams(temperature=0, logprobs=-1))]).logprobs[0]
+    whole = draw(logits, [start(SamplingParams(temperature=0, logprobs=-1))]).logprobs[0]
     assert whole.ids.shape == (1, VOCAB + 1)
 
 
 def test_a_row_keeps_nothing_of_its_last_request():
-    state = rows_of(
-        [start(0, SamplingParams(temperature=0, logit_bias={5: 100}, presence_penalty=1, logprobs=2))]
+    state, tokens = state_of(
+        [start(SamplingParams(temperature=0, logit_bias={5: 100}, presence_penalty=1, logprobs=2))]
     )
-    nothing = np.zeros(0, bool)
-    state.apply(
-        StepInput(
-            2,
-            NONE,
-            NONE,
-            NONE,
-            nothing,
-            np.array([0], np.int32),
-            [start(0, SamplingParams(temperature=0))],
-            NONE,
-            NONE,
-            NONE,
-        )
-    )
+    state.free([0])
+    state.set(0, 3, start(SamplingParams(temperature=0)).sampling)
     logits = torch.zeros(1, VOCAB)
     logits[0, 9] = 1
-    sampled = sample(logits, np.array([0], np.int32), np.array([3]), state)
+    sampled = sample(logits, np.array([0], np.int32), np.array([3]), tokens, state)
     assert (int(sampled.tokens[0]), sampled.logprobs) == (9, {})

@@ -4,21 +4,16 @@ Each step gives every request one token, the next of its prompt, after which an 
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from enginecore.config import EngineConfig
 from enginecore.errors import RequestError
-from enginecore.messages import EngineStats, Ready
+from enginecore.frontend.request import Prompt, Request
+from enginecore.messages import EngineLimits, EngineStats
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 from enginecore.sampling_params import SamplingParams
 
 EOS = 257
-
-
-class Prompt(NamedTuple):
-    text: str | None
-    token_ids: list[int]
 
 
 class ByteTokenizer:
@@ -36,22 +31,31 @@ class ByteFrontend:
     tokenizer = ByteTokenizer()
     sampling_defaults: ClassVar[dict[str, Any]] = {}
 
-    def prepare_prompt(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
+    def prepare_prompt(
+        self,
+        prompt: str | list[int],
+        add_special_tokens: bool = True,
+        *,
+        cache_salt: str | None = None,
+    ) -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(prompt, list(prompt.encode()))
-        return Prompt(None, prompt)
+            return Prompt(prompt, list(prompt.encode()), cache_salt)
+        return Prompt(None, prompt, cache_salt)
 
-    def prepare_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> Prompt:
+    def prepare_chat(
+        self, messages: list[dict[str, Any]], /, *, cache_salt: str | None = None, **options: Any
+    ) -> Prompt:
         return self.prepare_prompt(
-            "|".join(f"{message['role']}:{message['content']}" for message in messages)
+            "|".join(f"{message['role']}:{message['content']}" for message in messages),
+            cache_salt=cache_salt,
         )
 
 
-class _Request:
-    def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
-        self.id = request_id
-        self.prompt = prompt
-        self.params = params
+class _Running:
+    def __init__(self, request: Request) -> None:
+        self.id = request.request_id
+        self.prompt = prompt = request.prompt
+        self.params = params = request.params
         limit = 10**6 if params.max_tokens is None else params.max_tokens
         answer = [*prompt.token_ids, EOS][:limit]
         self.left = answer.copy()
@@ -79,24 +83,23 @@ class SteppingEngine:
     def __init__(self, max_num_seqs: int = 4) -> None:
         self.config = EngineConfig(model="models/tiny", max_num_seqs=max_num_seqs)
         self.frontend = ByteFrontend()
-        self.core = SimpleNamespace(
-            ready=Ready(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
-        )
-        self.requests: list[tuple[Prompt, SamplingParams, dict[str, Any]]] = []
+        self.limits = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
+        self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.most_at_once = 0
         self.failing: set[str] = set()
         """Texts of prompts that the core gives up."""
-        self._running: dict[str, _Request] = {}
+        self._running: dict[str, _Running] = {}
         self._generated = 0
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> None:
+    def add(self, request: Request) -> None:
+        prompt = request.prompt
         if not prompt.token_ids:
             raise RequestError("the prompt is empty", "prompt")
         if len(prompt.token_ids) >= 64:
             raise RequestError(f"the prompt has {len(prompt.token_ids)} tokens of at most 63", "prompt")
-        self.requests.append((prompt, params, options))
-        self._running[request_id] = _Request(request_id, prompt, params)
+        self.requests.append(request)
+        self._running[request.request_id] = _Running(request)
         self.most_at_once = max(self.most_at_once, len(self._running))
 
     def step(self) -> list[RequestOutput]:

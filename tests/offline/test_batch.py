@@ -115,4 +115,4 @@ def test_every_line_is_answered_with_more_lines_than_fit_at_once(engine):
 
 def test_priority_and_cache_salt(engine):
     run(engine, line(prompt="a", priority=2, cache_salt="s"))
-    assert engine.requests[0][2] == {"priority": 2, "cache_salt": "s"}
+    assert (engine.requests[0].priority, engine.requests[0].prompt.cache_salt) == (2, "s")

@@ -5,6 +5,7 @@ import sys
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from enginecore.errors import RequestError
 from octavo_offline.config import RunConfig, SamplingConfig
@@ -39,9 +40,9 @@ def test_chat(engine):
 def test_max_tokens(engine):
     run(engine, prompt=("hi",))
     run(engine, SamplingConfig(max_tokens=9), prompt=("hi",))
-    engine.core.ready.max_model_len = 1000
+    engine.limits = replace(engine.limits, max_model_len=1000)
     run(engine, prompt=("hi",))
-    assert [params.max_tokens for _, params, _ in engine.requests] == [62, 9, 128]
+    assert [request.params.max_tokens for request in engine.requests] == [62, 9, 128]
 
 
 def test_a_prompt_that_does_not_fit_is_an_error(engine):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from stepping_engine import Prompt, SteppingEngine
+from stepping_engine import SteppingEngine
 
-from enginecore.sampling_params import RequestOutputKind, SamplingParams
+from enginecore import Prompt, RequestOutputKind, SamplingParams
 from octavo_offline.progress import NoProgress
 from octavo_offline.running import Job, run_jobs
 
@@ -14,7 +14,7 @@ PARAMS = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.FINAL_ONL
 
 
 def job(*texts: str) -> Job:
-    prompts = cast(Any, [Prompt(text, list(text.encode())) for text in texts])
+    prompts = [Prompt(text, list(text.encode())) for text in texts]
     return Job(",".join(texts), prompts, [PARAMS] * len(texts))
 
 

@@ -4,22 +4,19 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from enginecore.config import EngineConfig
-from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError, RequestError
-from enginecore.messages import EngineStats, Ready
+from enginecore.errors import EngineDeadError, OctavoError, RequestError
+from enginecore.frontend.request import Prompt, Request
+from enginecore.frontend.stream import StreamOutput
+from enginecore.messages import EngineLimits, EngineStats
 from enginecore.metrics import Metrics
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
-LIMITS = Ready(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
+LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
 LOGPROB = math.log(0.5)
-
-
-class Prompt(NamedTuple):
-    text: str | None
-    token_ids: list[int]
 
 
 @dataclass
@@ -66,44 +63,76 @@ class ScriptedFrontend:
         self.added_special_tokens = False
         self.sampling_defaults: dict[str, Any] = {}
 
-    def prepare_prompt(self, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
+    def require_tokenizer(self) -> ByteTokenizer:
+        return self.tokenizer
+
+    def prepare_prompt(
+        self,
+        prompt: str | list[int],
+        add_special_tokens: bool = True,
+        *,
+        cache_salt: str | None = None,
+    ) -> Prompt:
         self.added_special_tokens = add_special_tokens
         if isinstance(prompt, str):
-            return Prompt(prompt, self.tokenizer.encode(prompt, add_special_tokens=False))
-        return Prompt(None, prompt)
+            return Prompt(prompt, self.tokenizer.encode(prompt, add_special_tokens=False), cache_salt)
+        return Prompt(None, prompt, cache_salt)
 
-    def prepare_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> Prompt:
+    def prepare_chat(
+        self, messages: list[dict[str, Any]], /, *, cache_salt: str | None = None, **options: Any
+    ) -> Prompt:
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return self.prepare_prompt(text + "".join(f"{key}={value}\n" for key, value in options.items()))
+        text += "".join(f"{key}={value}\n" for key, value in options.items())
+        return self.prepare_prompt(text, cache_salt=cache_salt)
 
 
 class ScriptedStream:
-    """Yields the script's steps one by one, as soon as the engine's gate is open."""
+    """Yields the outputs of each request in turn, one by one, as far as the engine's gate is open."""
 
-    def __init__(self, engine: "ScriptedEngine", request_id: str, outputs: list[RequestOutput]) -> None:
-        self.request_id = request_id
+    def __init__(self, engine: "ScriptedEngine", outputs: dict[str, list[RequestOutput]]) -> None:
+        """`outputs` are those of each request, by its id."""
         self._engine = engine
-        self._outputs = outputs
+        turns = max(map(len, outputs.values()))
+        self._outputs = [
+            StreamOutput(index, mine[turn])
+            for turn in range(turns)
+            for index, mine in enumerate(outputs.values())
+            if turn < len(mine)
+        ]
+        self._unfinished = list(outputs)
         self._failure: OctavoError | None = None
         self._wake = asyncio.Event()
-        self.ended = False
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        return self._closed or not self._unfinished
 
     def __aiter__(self) -> "ScriptedStream":
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> StreamOutput:
         while self._failure is None and not self.ended and self._engine.allowed <= self._engine.given:
             self._wake.clear()
             await self._wake.wait()
-        if self._failure is not None:
-            self.ended = True
+        if self._failure is not None and not self.ended:
+            self._closed = True
             raise self._failure
         if self.ended:
             raise StopAsyncIteration
         self._engine.given += 1
-        output = self._outputs.pop(0)
-        self.ended = output.finished
-        return output
+        item = self._outputs.pop(0)
+        if item.output.finished:
+            self._unfinished.remove(item.output.request_id)
+        return item
+
+    async def __aenter__(self) -> "ScriptedStream":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if not self.ended:
+            self._engine.aborted += self._unfinished
+        self._closed = True
 
     def wake(self) -> None:
         self._wake.set()
@@ -111,11 +140,6 @@ class ScriptedStream:
     def fail(self, error: OctavoError) -> None:
         self._failure = error
         self._wake.set()
-
-    async def aclose(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self._engine.aborted.append(self.request_id)
 
 
 class ScriptedEngine:
@@ -137,50 +161,50 @@ class ScriptedEngine:
         self.allowed: float = math.inf
         self.given = 0
         self.streams: list[ScriptedStream] = []
-        self.requests: list[tuple[Prompt, SamplingParams, dict[str, Any]]] = []
+        self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.was_shut_down = False
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> EngineLimits:
         await self.loading.wait()
         if self.failure is not None:
             raise self.failure
         self.is_ready = True
         return LIMITS
 
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any
-    ) -> ScriptedStream:
+    def submit(self, requests: Sequence[Request]) -> ScriptedStream:
         if self.error is not None:
             raise EngineDeadError(self.error)
-        if any(stream.request_id == request_id and not stream.ended for stream in self.streams):
-            raise RequestError(f"request {request_id} is running already")
-        if not prompt.token_ids:
-            raise RequestError("the prompt is empty", "prompt")
-        if max(prompt.token_ids) >= LIMITS.vocab_size:
-            raise RequestError(f"prompt holds token id {max(prompt.token_ids)}", "prompt")
-        self.requests.append((prompt, params, options))
+        for request in requests:
+            if not request.prompt.token_ids:
+                raise RequestError("the prompt is empty", "prompt")
+            if max(request.prompt.token_ids) >= LIMITS.vocab_size:
+                raise RequestError(f"prompt holds token id {max(request.prompt.token_ids)}", "prompt")
+        names = [request.request_id for request in [*self.requests, *requests]]
+        assert len(set(names)) == len(names), "an id was given twice"
+        self.requests += requests
+        stream = ScriptedStream(self, {request.request_id: self._script(request) for request in requests})
+        self.streams.append(stream)
+        return stream
+
+    def _script(self, request: Request) -> list[RequestOutput]:
+        prompt, params = request.prompt, request.params
         steps = self.script(prompt, params)
         if params.max_tokens is not None and len(steps) > params.max_tokens:
             steps = steps[: params.max_tokens]
             steps[-1] = replace(steps[-1], finish_reason="length")
         samples = [
-            _outputs(request_id, prompt, params, steps, index, self.cached) for index in range(params.n)
+            _outputs(request.request_id, prompt, params, steps, index, self.cached)
+            for index in range(params.n)
         ]
         outputs = [output for step in zip(*samples, strict=True) for output in step]
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
-            outputs = [_joined(outputs, params)]
-        else:
-            outputs[:-1] = [replace(output, finished=False) for output in outputs[:-1]]
-        stream = ScriptedStream(self, request_id, outputs)
-        self.streams.append(stream)
-        return stream
+            return [_joined(outputs, params)]
+        return [*(replace(output, finished=False) for output in outputs[:-1]), outputs[-1]]
 
-    async def abort(self, request_id: str) -> None:
-        for stream in self.streams:
-            if stream.request_id == request_id and not stream.ended:
-                self.aborted.append(request_id)
-                stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
+    def interrupt(self, stream: ScriptedStream, error: OctavoError) -> None:
+        if not stream.ended:
+            stream.fail(error)
 
     def allow(self, outputs: float) -> None:
         """Let so many more outputs pass."""

@@ -94,7 +94,7 @@ async def test_scoring_a_prompt(client, engine):
         "top_logprobs": [None, {"i": LOGPROB}],
     }
     assert answer["usage"]["completion_tokens"] == 0
-    assert engine.requests[0][1].max_tokens == 1
+    assert engine.requests[0].params.max_tokens == 1
 
 
 async def test_completions_logprobs(client):
@@ -167,7 +167,7 @@ async def test_every_sampling_field_reaches_the_engine(client, engine):
     }
     for ask in (complete, chat):
         await ask(client, **fields, logit_bias={"65": 3})
-        params = engine.requests[-1][1]
+        params = engine.requests[-1].params
         assert {name: getattr(params, name) for name in fields} == fields
         assert params.logit_bias == {65: 3.0}
         assert params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -176,7 +176,7 @@ async def test_every_sampling_field_reaches_the_engine(client, engine):
 async def test_how_many_tokens(client, engine):
     async def asked(ask, **body):
         await ask(client, **body)
-        return engine.requests[-1][1].max_tokens
+        return engine.requests[-1].params.max_tokens
 
     assert await asked(complete) == 16
     assert await asked(complete, max_tokens=None) == 16
@@ -190,9 +190,9 @@ async def test_how_many_tokens(client, engine):
 
 async def test_the_default_is_lowered_to_what_there_is_room_for(client, engine):
     await complete(client, prompt=[[1] * 63, [1] * 60, [1] * 40])
-    assert [params.max_tokens for _, params, _ in engine.requests] == [1, 4, 16]
+    assert [request.params.max_tokens for request in engine.requests] == [1, 4, 16]
     await complete(client, prompt=[1] * 63, max_tokens=16)
-    assert engine.requests[-1][1].max_tokens == 16
+    assert engine.requests[-1].params.max_tokens == 16
 
 
 async def test_special_tokens_around_a_completions_prompt(client, engine):
@@ -204,19 +204,19 @@ async def test_special_tokens_around_a_completions_prompt(client, engine):
 async def test_priority_and_cache_salt(client, engine):
     await complete(client, priority=3, cache_salt="mine")
     await chat(client)
-    assert engine.requests[0][2] == {"priority": 3, "cache_salt": "mine"}
-    assert engine.requests[1][2] == {"priority": 0, "cache_salt": None}
+    sent = [(request.priority, request.prompt.cache_salt) for request in engine.requests]
+    assert sent == [(3, "mine"), (0, None)]
 
 
 async def test_template_options(client, engine):
     await chat(client, chat_template_kwargs={"mood": "glad"}, continue_final_message=True)
-    text = engine.requests[0][0].text
+    text = engine.requests[0].prompt.text
     assert text == "user: hi\nmood=glad\ncontinue_final_message=True\nadd_generation_prompt=False\n"
 
 
 async def test_long_texts_are_prepared_off_the_loop(client, engine):
     await complete(client, prompt="a" * 20_000)
-    assert len(engine.requests[0][0].token_ids) == 20_000
+    assert len(engine.requests[0].prompt.token_ids) == 20_000
 
 
 async def test_the_answer_carries_the_clients_request_id(client, engine):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine, say
 
+from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 
@@ -79,7 +80,7 @@ def app(engine):
 
 async def submitted(engine: ScriptedEngine, count: int) -> None:
     """Wait until so many prompts have reached the engine."""
-    while len(engine.streams) < count:
+    while len(engine.requests) < count:
         await asyncio.sleep(0)
 
 
@@ -89,8 +90,8 @@ async def test_leaving_a_stream_aborts_it(app, engine):
     await caller.received(4)
     caller.leave()
     await caller.task
-    assert engine.aborted == [stream.request_id for stream in engine.streams]
-    assert app.state.server.generations == set()
+    assert engine.aborted == [request.request_id for request in engine.requests]
+    assert app.state.server.streams == set()
     assert b"[DONE]" not in caller.body
 
 
@@ -103,12 +104,12 @@ async def test_leaving_before_the_first_token_aborts(app, engine):
         {"prompt": ["a"], "stream": True},
     ):
         caller = Caller(app, {"prompt": "hi", **body})
-        await submitted(engine, len(engine.streams) + 1)
+        await submitted(engine, len(engine.requests) + 1)
         caller.leave()
         await caller.task
         assert caller.messages == []
         assert all(stream.ended for stream in engine.streams)
-    assert sorted(engine.aborted) == sorted(stream.request_id for stream in engine.streams)
+    assert sorted(engine.aborted) == sorted(request.request_id for request in engine.requests)
 
 
 async def test_leaving_while_the_server_waits_to_send(app, engine):
@@ -136,7 +137,7 @@ async def test_a_refused_prompt_takes_its_siblings_along(app, engine):
     caller = Caller(app, {"prompt": [[1], [2], [400]]})
     await caller.task
     assert caller.messages[0]["status"] == 400
-    assert len(engine.aborted) == 2
+    assert engine.requests == []
 
 
 async def test_two_requests_of_one_id_are_told_apart(app, engine):
@@ -150,6 +151,12 @@ async def test_two_requests_of_one_id_are_told_apart(app, engine):
     assert len(engine.aborted) == 1
 
 
+def interrupt(app):
+    server = app.state.server
+    for stream in list(server.streams):
+        server.engine.interrupt(stream, RequestAbortedError("the server is shutting down"))
+
+
 async def test_interrupted_streams_end_with_abort(app, engine):
     caller = Caller(app, {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}})
     await submitted(engine, 2)
@@ -157,8 +164,7 @@ async def test_interrupted_streams_end_with_abort(app, engine):
     await caller.received(2)
     server = app.state.server
     server.draining = True
-    for generation in list(server.generations):
-        await generation.interrupt()
+    interrupt(app)
     await caller.task
     events = caller.body.decode().removesuffix("\n\n").split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
@@ -174,8 +180,7 @@ async def test_interrupted_streams_end_with_abort(app, engine):
 async def test_interrupted_before_the_first_token(app, engine):
     callers = [Caller(app, {"prompt": "hi", "stream": stream}) for stream in (True, False)]
     await submitted(engine, 2)
-    for generation in list(app.state.server.generations):
-        await generation.interrupt()
+    interrupt(app)
     for caller in callers:
         await caller.task
         assert caller.messages[0]["status"] == 503

@@ -197,7 +197,7 @@ async def test_combinations_that_contradict(client):
 async def test_prompts_and_their_choices(client, engine, prompt, count):
     answer = (await complete(client, prompt=prompt)).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(count))
-    tokens = sum(len(request[0].token_ids) for request in engine.requests)
+    tokens = sum(len(request.prompt.token_ids) for request in engine.requests)
     assert answer["usage"]["prompt_tokens"] == tokens
     assert answer["usage"]["completion_tokens"] == 3 * count
 
@@ -212,7 +212,7 @@ NO_PROMPTS = [
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=str)
 async def test_prompts_that_are_none(client, engine, prompt):
     assert error_of(await complete(client, prompt=prompt))["param"] == "prompt"
-    assert [stream.request_id for stream in engine.streams if not stream.ended] == []
+    assert [stream for stream in engine.streams if not stream.ended] == []
     assert (await complete(client)).status_code == 200
 
 

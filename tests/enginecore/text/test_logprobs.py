@@ -1,18 +1,14 @@
 import numpy as np
 
-from enginecore.frontend.text.logprobs import logprob_rows
+from enginecore.frontend.output_processor import logprob_rows
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.messages import TokenLogprobs
+from enginecore.messages import PositionLogprobs
 from enginecore.outputs import Logprob
 
 
-def entry(ids: list[list[int]], values: list[list[float]], ranks: list[int]) -> TokenLogprobs:
-    return TokenLogprobs(
-        0,
-        len(ids[0]),
-        np.array(ids, np.int32).tobytes(),
-        np.array(values, np.float32).tobytes(),
-        np.array(ranks, np.int32).tobytes(),
+def entry(ids: list[list[int]], values: list[list[float]], ranks: list[int]) -> PositionLogprobs:
+    return PositionLogprobs(
+        np.array(ids, np.int32), np.array(values, np.float32), np.array(ranks, np.int32)
     )
 
 

@@ -9,20 +9,20 @@ from uuid import uuid4
 import msgspec
 
 from enginecore.errors import RequestError
-from enginecore.frontend.openai import answers, conversion, validation
-from enginecore.frontend.openai.bodies import ChatBody, CompletionBody, decode
+from enginecore.frontend import openai
+from enginecore.frontend.openai import ChatBody, CompletionBody
 from octavo_offline.progress import show_progress
 from octavo_offline.running import Job, Result, run_jobs
 
 if TYPE_CHECKING:
-    from enginecore.engine import LLMEngine
+    from enginecore import LLMEngine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
 class Counts(NamedTuple):
-    """How the requests of a batch ended."""
+    """Number of a batch's requests by outcome."""
 
     answered: int
     failed: int
@@ -32,18 +32,14 @@ class _Line(msgspec.Struct):
     custom_id: str
     method: str
     url: str
-    body: msgspec.Raw
-
-
-class _Identified(msgspec.Struct):
-    custom_id: Any = None
+    body: dict[str, Any]
 
 
 class _Key(NamedTuple):
-    """What an answer needs to know of its request."""
+    """The parts of a request that its answer needs."""
 
     custom_id: str
-    head: answers.Head
+    head: openai.Head
     body: ChatBody | CompletionBody
 
 
@@ -75,22 +71,22 @@ class _Writer:
         self.failed = 0
         self._out = out
         tokenizer = engine.frontend.tokenizer
-        self._vocabulary = answers.NoVocabulary() if tokenizer is None else tokenizer
+        self._vocabulary = openai.NoVocabulary() if tokenizer is None else tokenizer
 
     def answer(self, result: Result) -> None:
         """Write the answer to a job that ran."""
         custom_id, head, body = result.job.key
         if isinstance(body, ChatBody):
-            content = answers.chat_answer(head, body, result.outputs[0], self._vocabulary)
+            content = openai.chat_answer(head, body, result.outputs[0], self._vocabulary)
         else:
-            content = answers.completion_answer(head, body, result.outputs, self._vocabulary)
+            content = openai.completion_answer(head, body, result.outputs, self._vocabulary)
         self.answered += 1
         self._write(custom_id, 200, head.id, content)
 
     def fail(self, custom_id: Any, error: RequestError) -> None:
         """Write why a request was not run."""
-        status = 404 if isinstance(error, validation.ModelNotFound) else 400
-        content = answers.error_answer(status, str(error), error.param)
+        status = 404 if isinstance(error, openai.ModelNotFound) else 400
+        content = openai.error_answer(status, str(error), error.param)
         self.failed += 1
         self._write(custom_id, status, f"req-{uuid4().hex}", content)
 
@@ -116,8 +112,9 @@ def _jobs(
             continue
         custom_id = None
         try:
-            custom_id = decode(line, _Identified).custom_id
-            yield _read(engine, names, decode(line, _Line))
+            fields = openai.decode(line)
+            custom_id = fields.get("custom_id")
+            yield _read(engine, names, openai.convert(fields, _Line))
         except RequestError as error:
             writer.fail(custom_id, error)
 
@@ -127,32 +124,37 @@ def _read(engine: "LLMEngine", names: Sequence[str], line: _Line) -> Job:
         raise RequestError(f"method must be POST, got {line.method!r:.80}", "method")
     if line.url not in (COMPLETIONS, CHAT):
         raise RequestError(f"url must be {COMPLETIONS} or {CHAT}, got {line.url!r:.80}", "url")
-    model = validation.model_name(line.body, names)
+    model = openai.model_name(line.body, names)
     most = engine.config.max_logprobs
     if line.url == CHAT:
-        return _chat_job(engine, line.custom_id, model, validation.read_chat(line.body, most))
-    return _completion_job(engine, line.custom_id, model, validation.read_completion(line.body, most))
+        return _chat_job(engine, line.custom_id, model, openai.read_chat(line.body, most))
+    return _completion_job(engine, line.custom_id, model, openai.read_completion(line.body, most))
 
 
 def _chat_job(engine: "LLMEngine", custom_id: str, model: str, body: ChatBody) -> Job:
     _refuse_streaming(body)
-    prompt = engine.frontend.prepare_chat(body.messages, **conversion.template_options(body))
+    prompt = engine.frontend.prepare_chat(
+        body.messages, cache_salt=body.cache_salt, **openai.template_options(body)
+    )
     key = _Key(custom_id, _head("chatcmpl", model), body)
-    params = conversion.chat_params(body, engine.frontend.sampling_defaults)
-    return Job(key, [prompt], [params], body.priority or 0, body.cache_salt)
+    params = openai.chat_params(body, engine.frontend.sampling_defaults)
+    return Job(key, [prompt], [params], body.priority or 0)
 
 
 def _completion_job(engine: "LLMEngine", custom_id: str, model: str, body: CompletionBody) -> Job:
     _refuse_streaming(body)
-    params = conversion.completion_params(body, engine.frontend.sampling_defaults)
-    texts = conversion.completion_prompts(body.prompt)
-    conversion.check_choices(len(texts), body.samples)
+    params = openai.completion_params(body, engine.frontend.sampling_defaults)
+    texts = openai.completion_prompts(body.prompt)
+    openai.check_choices(len(texts), body.samples)
     special = body.add_special_tokens is not False
-    prompts = [engine.frontend.prepare_prompt(text, add_special_tokens=special) for text in texts]
-    limit = engine.core.ready.max_model_len
-    each = [conversion.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
+    prompts = [
+        engine.frontend.prepare_prompt(text, add_special_tokens=special, cache_salt=body.cache_salt)
+        for text in texts
+    ]
+    limit = engine.limits.max_model_len
+    each = [openai.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
     key = _Key(custom_id, _head("cmpl", model), body)
-    return Job(key, prompts, each, body.priority or 0, body.cache_salt)
+    return Job(key, prompts, each, body.priority or 0)
 
 
 def _refuse_streaming(body: ChatBody | CompletionBody) -> None:
@@ -160,5 +162,5 @@ def _refuse_streaming(body: ChatBody | CompletionBody) -> None:
         raise RequestError("a request of a batch cannot stream: leave stream out", "stream")
 
 
-def _head(prefix: str, model: str) -> answers.Head:
-    return answers.Head(f"{prefix}-{uuid4().hex}", int(time.time()), model)
+def _head(prefix: str, model: str) -> openai.Head:
+    return openai.Head(f"{prefix}-{uuid4().hex}", int(time.time()), model)

@@ -5,14 +5,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from enginecore import __version__
-from enginecore.config import EngineConfig
+from enginecore import EngineConfig, __version__
 from enginecore.errors import ConfigError
 from enginecore.options import OptionParser, run_command
 from octavo_offline.config import RunConfig, SamplingConfig, check_run
 
 if TYPE_CHECKING:
-    from enginecore.engine import LLMEngine
+    from enginecore import LLMEngine
 
 PROGRAM = "octavo-offline"
 
@@ -34,7 +33,7 @@ def _run() -> int:
     with ExitStack() as stack:
         # Opened before the model loads: a file that is not there is known at once.
         files = None if run.input is None else _open_files(stack, run.input, run.output or "-")
-        from enginecore.engine import LLMEngine
+        from enginecore import LLMEngine
 
         engine = LLMEngine(engine_config)
         stack.callback(engine.shutdown)

@@ -1,11 +1,11 @@
-"""What a run does and how it samples; the engine's options are in `enginecore.config`."""
+"""Options of a run and of its sampling; the engine's are in `EngineConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from enginecore import RequestOutputKind, SamplingParams
 from enginecore.errors import ConfigError
-from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
 

@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING, TextIO
 
-from enginecore.outputs import RequestOutput
+from enginecore import RequestOutput
 from octavo_offline.config import DEFAULT_MAX_TOKENS, RunConfig, SamplingConfig
 from octavo_offline.progress import show_progress
 from octavo_offline.running import Job, run_jobs
 
 if TYPE_CHECKING:
-    from enginecore.engine import LLMEngine
-    from enginecore.frontend.frontend import Prompt
+    from enginecore import LLMEngine, Prompt
 
 
 def run_prompts(engine: "LLMEngine", run: RunConfig, sampling: SamplingConfig, out: TextIO) -> None:
@@ -42,7 +41,7 @@ def _prepare(engine: "LLMEngine", run: RunConfig, text: str) -> "Prompt":
 def _max_tokens(engine: "LLMEngine", sampling: SamplingConfig, prompt: "Prompt") -> int:
     if sampling.max_tokens is not None:
         return sampling.max_tokens
-    room = engine.core.ready.max_model_len - len(prompt.token_ids)
+    room = engine.limits.max_model_len - len(prompt.token_ids)
     return max(1, min(DEFAULT_MAX_TOKENS, room))
 
 

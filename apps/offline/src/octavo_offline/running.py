@@ -4,13 +4,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from enginecore import Request, RequestOutput, SamplingParams
 from enginecore.errors import RequestError
-from enginecore.outputs import RequestOutput
-from enginecore.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from enginecore.engine import LLMEngine
-    from enginecore.frontend.frontend import Prompt
+    from enginecore import LLMEngine, Prompt
 
 _QUEUED = 2
 """Requests in the engine for each that may run: enough that it never waits for one to be read."""
@@ -35,11 +33,10 @@ class Job(NamedTuple):
     params: Sequence[SamplingParams]
     """Those of each prompt; they ask for FINAL_ONLY."""
     priority: int = 0
-    cache_salt: str | None = None
 
 
 class Result(NamedTuple):
-    """How a job ended."""
+    """A job's outcome."""
 
     job: Job
     outputs: list[RequestOutput]
@@ -93,9 +90,7 @@ class _Run:
         running = _Running(job, [f"{next(self._numbers)}" for _ in job.prompts], {})
         try:
             for request_id, prompt, params in zip(running.ids, job.prompts, job.params, strict=True):
-                self._engine.add_request(
-                    request_id, prompt, params, priority=job.priority, cache_salt=job.cache_salt
-                )
+                self._engine.add(Request(request_id, prompt, params, job.priority))
                 self._running[request_id] = running
         except RequestError as error:
             return [self._give_up(running, error)]

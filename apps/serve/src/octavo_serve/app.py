@@ -7,15 +7,15 @@ from fastapi import FastAPI
 from fastapi.middleware import Middleware
 
 from enginecore import __version__
-from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
-from octavo_serve.access import KeyGuard
+from enginecore.frontend.openai import ChatBody, CompletionBody
+from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
 from octavo_serve.routes import generate, models, status
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
-    from enginecore.async_engine import AsyncEngine
+    from enginecore import AsyncEngine
 
 _ROUTES = (
     ("POST", "/v1/completions", generate.create_completion, CompletionBody),

@@ -4,11 +4,16 @@ This runs for every token, so events are joined from bytes that were made once f
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from enginecore.frontend.openai.answers import (
+from enginecore import CompletionOutput, Prompt, RequestOutput
+from enginecore.frontend.openai import (
+    Body,
+    ChatBody,
+    CompletionBody,
     Head,
     Vocabulary,
     chat_logprobs,
@@ -17,8 +22,6 @@ from enginecore.frontend.openai.answers import (
     usage,
     without_new_tokens,
 )
-from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
-from enginecore.outputs import CompletionOutput, RequestOutput
 from octavo_serve.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Choice:
-    """How far a choice has come."""
+    """Streaming state of one choice: whether it has finished, and its text offset."""
 
     __slots__ = ("finished", "offset")
 
@@ -39,23 +42,22 @@ class _Choice:
 
 
 class Chunks(ABC):
-    """Encodes the outputs of one request, which come with DELTA, as chunks of its stream."""
+    """Encodes the outputs of one HTTP request, which come with DELTA, as chunks of its stream."""
 
     kind: str
     """The chunks' `object`."""
 
-    def __init__(self, head: Head, body: Body, prompt_tokens: int, prompts: int) -> None:
-        """`prompt_tokens` is the length of all `prompts` prompts together."""
+    def __init__(self, head: Head, body: Body, prompts: Sequence[Prompt]) -> None:
         start = _encode({"id": head.id, "object": self.kind, "created": head.created, "model": head.model})
         self._start = b"data: " + start[:-1] + b',"choices":['
         self._continuous = body.continuous_usage
         self._include_usage = body.include_usage
         self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._completion_tokens = 0
-        self._cached_tokens = [0] * prompts
+        self._cached_tokens = [0] * len(prompts)
         self._samples = body.samples
-        self._num_choices = prompts * body.samples
+        self._num_choices = len(prompts) * body.samples
         self._choices: dict[int, _Choice] = {}
 
     def encode(self, prompt: int, output: RequestOutput) -> bytes:
@@ -129,9 +131,9 @@ class CompletionChunks(Chunks):
     kind = "text_completion"
 
     def __init__(
-        self, head: Head, body: CompletionBody, prompt_tokens: int, prompts: int, vocabulary: Vocabulary
+        self, head: Head, body: CompletionBody, prompts: Sequence[Prompt], vocabulary: Vocabulary
     ) -> None:
-        super().__init__(head, body, prompt_tokens, prompts)
+        super().__init__(head, body, prompts)
         self._body = body
         self._vocabulary = vocabulary
 
@@ -166,8 +168,8 @@ class ChatChunks(Chunks):
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, head: Head, body: ChatBody, prompt_tokens: int, vocabulary: Vocabulary) -> None:
-        super().__init__(head, body, prompt_tokens, 1)
+    def __init__(self, head: Head, body: ChatBody, prompts: Sequence[Prompt], vocabulary: Vocabulary) -> None:
+        super().__init__(head, body, prompts)
         self._body = body
         self._vocabulary = vocabulary
 

@@ -17,8 +17,7 @@ def main() -> int:
 
 
 def _serve() -> int:
-    from enginecore import __version__
-    from enginecore.config import EngineConfig
+    from enginecore import EngineConfig, __version__
     from enginecore.options import OptionParser
     from octavo_serve.config import ServeConfig
     from octavo_serve.listening import listen
@@ -28,7 +27,7 @@ def _serve() -> int:
     engine_config, options = OptionParser(PROGRAM, description, __version__, records).read()
     # Taken before the model and the web framework load: a port in use is known at once.
     listener = listen(options.host, options.port)
-    from enginecore.async_engine import AsyncEngine
+    from enginecore import AsyncEngine
     from octavo_serve.server import run
 
     name = next(iter(options.served_model_name), None)

@@ -1,4 +1,4 @@
-"""What a client gets when something is wrong: always OpenAI's error shape."""
+"""Errors as clients get them: always OpenAI's error shape."""
 
 import logging
 from typing import Any
@@ -8,9 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginecore.errors import EngineDeadError, RequestError
-from enginecore.frontend.openai.answers import error_answer
-from enginecore.frontend.openai.validation import ModelNotFound
+from enginecore.errors import EngineDeadError, RequestAbortedError, RequestError
+from enginecore.frontend.openai import ModelNotFound, error_answer
 
 _UNEXPECTED = "the server failed to answer this request"
 
@@ -44,7 +43,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), error.param)
         case RequestError():
             return ApiError(400, str(error), error.param)
-        case EngineDeadError():
+        case EngineDeadError() | RequestAbortedError():
             return ApiError(503, str(error))
         case HTTPException():
             return ApiError(error.status_code, error.detail)
@@ -62,7 +61,7 @@ async def _answer_unexpected(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[int | type[Exception], Any] = {
-    **dict.fromkeys((ApiError, RequestError, EngineDeadError, HTTPException), _answer),
+    **dict.fromkeys((ApiError, RequestError, EngineDeadError, RequestAbortedError, HTTPException), _answer),
     Exception: _answer_unexpected,
 }
 """Exception handlers that answer every error in OpenAI's shape."""

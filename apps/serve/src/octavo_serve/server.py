@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 
+from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 from octavo_serve.listening import BACKLOG, url
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
-    from enginecore.async_engine import AsyncEngine
+    from enginecore import AsyncEngine
 
 STOPPED = 0
 ENGINE_DIED = 1
@@ -123,13 +124,13 @@ class _Life:
         self._state.draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout
-        running = self._state.generations
+        running = self._state.streams
         while running and loop.time() < deadline and not self._asked_again.is_set():
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         if running:
             logger.info("aborting %d running requests", len(running))
-        for generation in list(running):
-            await generation.interrupt()
+        for stream in list(running):
+            self._engine.interrupt(stream, RequestAbortedError("the server is shutting down"))
 
     def _on_signal(self) -> None:
         if self._asked_to_stop.is_set():

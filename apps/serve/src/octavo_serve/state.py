@@ -1,17 +1,17 @@
-"""What all routes share: the engine, the names it goes by, and the requests it runs for clients."""
+"""State that all routes share: the engine, the names it goes by, and the streams of clients."""
 
 import itertools
 import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from enginecore.frontend.openai.answers import NoVocabulary, Vocabulary
+from enginecore.frontend.openai import NoVocabulary, Vocabulary
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
 
 if TYPE_CHECKING:
-    from enginecore.async_engine import AsyncEngine
-    from enginecore.frontend.frontend import Frontend
-    from octavo_serve.generation import Generation
+    from enginecore import AsyncEngine, Frontend, Request, RequestStream
 
 
 class ServerState:
@@ -23,15 +23,16 @@ class ServerState:
         self.created = int(time.time())
         self.draining = False
         """The server is going to end: nothing new is taken."""
-        self.generations: set[Generation] = set()
+        self.streams: set[RequestStream] = set()
+        """Of each HTTP request that generates and whose answer is not complete."""
         self.numbers = itertools.count()
-        """Tell requests apart inside: two clients may choose the same id."""
+        """Makes request ids unique."""
 
     @property
     def trouble(self) -> str | None:
         """Why no request can be taken now; None when one can."""
         if self.engine.error is not None:
-            return f"the engine has ended: {self.engine.error}"
+            return self.engine.error
         if self.draining:
             return "the server is shutting down"
         if not self.engine.is_ready:
@@ -40,7 +41,7 @@ class ServerState:
 
     @property
     def frontend(self) -> "Frontend":
-        """The ready engine's front half.
+        """The ready engine's front-end.
 
         Raises:
             ApiError: 503, no request can be taken now.
@@ -52,7 +53,7 @@ class ServerState:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What turns token ids into text. Raises ApiError (503) as `frontend` does."""
+        """Turns token ids into text. Raises ApiError (503) as `frontend` does."""
         tokenizer = self.frontend.tokenizer
         return NoVocabulary() if tokenizer is None else tokenizer
 
@@ -63,3 +64,20 @@ class ServerState:
         if limits is None:
             raise ApiError(503, "the model is loading")
         return limits.max_model_len
+
+    @asynccontextmanager
+    async def open_stream(self, requests: Sequence["Request"]) -> AsyncGenerator["RequestStream"]:
+        """Submit all requests, or none; what has not finished when the context is left is aborted.
+
+        Raises:
+            RequestError: a request cannot be run as asked.
+            ApiError: 503, no request can be taken now.
+        """
+        if self.trouble is not None:
+            raise ApiError(503, self.trouble)
+        async with self.engine.submit(requests) as stream:
+            self.streams.add(stream)
+            try:
+                yield stream
+            finally:
+                self.streams.discard(stream)

@@ -2,7 +2,8 @@
 
     from enginecore import LLM, SamplingParams
 
-Names are imported when first used, so that a front-end process never loads torch.
+Names are imported when first used, so that a front-end process never loads torch. Public beside these are the
+modules `enginecore.errors`, `enginecore.options` and `enginecore.frontend.openai`.
 """
 
 import importlib
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from enginecore.async_engine import AsyncEngine
     from enginecore.config import EngineConfig
     from enginecore.engine import LLMEngine
+    from enginecore.frontend.frontend import Frontend
+    from enginecore.frontend.request import Prompt, Request
+    from enginecore.frontend.stream import RequestStream
     from enginecore.llm import LLM
     from enginecore.outputs import CompletionOutput, RequestOutput
     from enginecore.sampling_params import RequestOutputKind, SamplingParams
@@ -22,10 +26,14 @@ _HOMES = {
     "AsyncEngine": "async_engine",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
+    "Frontend": "frontend.frontend",
     "LLM": "llm",
     "LLMEngine": "engine",
+    "Prompt": "frontend.request",
+    "Request": "frontend.request",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
+    "RequestStream": "frontend.stream",
     "SamplingParams": "sampling_params",
 }
 
@@ -34,9 +42,13 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "Frontend",
     "LLMEngine",
+    "Prompt",
+    "Request",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestStream",
     "SamplingParams",
 ]
 

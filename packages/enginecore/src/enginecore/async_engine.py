@@ -3,73 +3,24 @@
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from enginecore.config import EngineConfig
 from enginecore.core.client import CoreClient, CoreProcess
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.frontend.frontend import Frontend
+from enginecore.frontend.output_processor import RequestState
+from enginecore.frontend.request import Request
+from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput
-from enginecore.messages import AbortRequests, EngineStats, Failed, Outputs, Ready, ResetPrefixCache
+from enginecore.messages import AbortRequests, EngineLimits, EngineStats, Failed, Outputs, ResetPrefixCache
 from enginecore.metrics import Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-class RequestStream:
-    """The outputs of one request as they come; closing it early, or being cancelled in it, aborts it."""
-
-    def __init__(self, engine: "AsyncEngine", request_id: str) -> None:
-        self.request_id = request_id
-        self.arrival = time.time()
-        self.last_token: float | None = None
-        self._engine = engine
-        self._outputs: deque[RequestOutput] = deque()
-        self._arrived = asyncio.Event()
-        self._failure: OctavoError | None = None
-        self._ended = False
-
-    def put(self, output: RequestOutput) -> None:
-        """Hand over an output."""
-        self._outputs.append(output)
-        self._arrived.set()
-
-    def fail(self, error: OctavoError) -> None:
-        """Let the reader see an error after what it has not read yet."""
-        self._failure = error
-        self._arrived.set()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._outputs:
-            if self._ended:
-                raise StopAsyncIteration
-            if self._failure is not None:
-                self._ended = True
-                raise self._failure
-            self._arrived.clear()
-            try:
-                await self._arrived.wait()
-            except asyncio.CancelledError:
-                self._engine.abort_now(self.request_id)
-                raise
-        output = self._outputs.popleft()
-        self._ended = output.finished
-        return output
-
-    async def aclose(self) -> None:
-        """Abort the request unless it has finished."""
-        if not self._ended:
-            self._ended = True
-            self._engine.abort_now(self.request_id)
 
 
 class AsyncEngine:
@@ -86,10 +37,12 @@ class AsyncEngine:
         self.stats = EngineStats()
         self.error: str | None = None
         self.frontend: Frontend | None = None
+        self.streams: set[RequestStream] = set()
+        """Streams of which some request has not finished."""
+        self._unfinished: dict[str, tuple[RequestState, RequestStream]] = {}
         self._process = CoreProcess(config)
         self._client: CoreClient | None = None
-        self._streams: dict[str, RequestStream] = {}
-        self._starting: asyncio.Task[Ready] | None = None
+        self._starting: asyncio.Task[EngineLimits] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -103,7 +56,7 @@ class AsyncEngine:
         """Process id of the engine core."""
         return self._process.pid
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> EngineLimits:
         """Wait until the model is loaded and return its limits.
 
         Raises:
@@ -113,63 +66,51 @@ class AsyncEngine:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: PromptInput,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> RequestStream:
-        """Submit a request and return its outputs as they come.
+    def submit(self, requests: Sequence[Request]) -> RequestStream:
+        """Submit all requests, or none, and return the stream of their outputs.
 
         Raises:
-            RequestError: it cannot be run as asked; nothing was submitted.
+            RequestError: one of them cannot be run as asked.
             EngineDeadError: the engine has ended or is not ready yet.
         """
         client, frontend = self._running()
-        prepared = frontend.prepare_prompt(prompt)
-        messages = frontend.add(request_id, prepared, params, priority=priority, cache_salt=cache_salt)
-        stream = self._streams[request_id] = RequestStream(self, request_id)
-        for message in messages:
-            client.send(message)
+        added = []
+        try:
+            for request in requests:
+                added.append(frontend.add(request))
+        except BaseException:
+            for taken in added:
+                frontend.abort(taken.state.request.request_id)
+            raise
+        stream = RequestStream([taken.state for taken in added], self._abort_stream)
+        self.streams.add(stream)
+        for taken in added:
+            self._unfinished[taken.state.request.request_id] = taken.state, stream
+            for message in taken.messages:
+                client.send(message)
         return stream
 
     async def generate(
-        self,
-        prompt: PromptInput,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompt: PromptInput, params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Yield a request's outputs; leaving the loop early aborts it. Raises as `add_request` does."""
+        """Yield a request's outputs; leaving the loop early aborts it. Raises as `submit` does."""
         await self.ready()
-        stream = self.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-        try:
-            async for output in stream:
+        _, frontend = self._running()
+        request = Request(request_id, frontend.prepare_prompt(prompt), params, priority)
+        async with self.submit([request]) as stream:
+            async for _, output in stream:
                 yield output
-        finally:
-            await stream.aclose()
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; its stream raises RequestAbortedError. One that has ended is passed over."""
-        stream = self._streams.get(request_id)
-        self.abort_now(request_id)
-        if stream is not None:
-            stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
+        if request_id in self._unfinished:
+            _, stream = self._unfinished[request_id]
+            self.interrupt(stream, RequestAbortedError(f"request {request_id!r} was aborted"))
 
-    def abort_now(self, request_id: str) -> None:
-        """Tell the core to drop a request, without waiting."""
-        stream = self._streams.pop(request_id, None)
-        if stream is None or self.frontend is None:
-            return
-        numbers = self.frontend.abort(request_id)
-        self.metrics.finished(stream.arrival, "abort")
-        if numbers and self._client is not None and self.error is None:
-            self._client.send(AbortRequests(numbers))
+    def interrupt(self, stream: RequestStream, error: OctavoError) -> None:
+        """Abort a stream's requests; its reader gets `error` after what it has not read yet."""
+        self._abort_stream(stream)
+        stream.fail(error)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request uses."""
@@ -179,7 +120,7 @@ class AsyncEngine:
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not finished."""
-        return len(self._streams)
+        return len(self._unfinished)
 
     async def shutdown(self) -> None:
         """End the core; unfinished streams fail."""
@@ -194,23 +135,23 @@ class AsyncEngine:
             self._client = None
         self.metrics.stopped()
 
-    async def _start(self) -> Ready:
+    async def _start(self) -> EngineLimits:
         try:
-            frontend, ready = await asyncio.gather(
+            frontend, limits = await asyncio.gather(
                 asyncio.to_thread(self._load_frontend), asyncio.to_thread(self._process.wait_ready)
             )
         except OctavoError as error:
             self.error = str(error)
             await asyncio.to_thread(self._process.stop)
             raise
-        frontend.limits = ready
+        frontend.limits = limits
         self.frontend = frontend
         self._client = CoreClient(self._process.address)
         self._reading = asyncio.create_task(self._read())
         self._reading.add_done_callback(self._on_reading_end)
         loop = asyncio.get_running_loop()
         self._process.watch(lambda reason: _call_soon(loop, self._on_end, reason))
-        return ready
+        return limits
 
     def _load_frontend(self) -> Frontend:
         files = locate(self.config.model, self.config.revision)
@@ -231,26 +172,43 @@ class AsyncEngine:
             self.metrics.observe(outputs.stats)
         for _, waited in outputs.scheduled.values():
             self.metrics.queue_time.observe(waited)
-        received = frontend.receive(outputs)
-        if received.abort:
-            client.send(AbortRequests(received.abort))
+        processed = frontend.process(outputs)
+        if processed.stopped:
+            client.send(AbortRequests(processed.stopped))
         now = time.time()
-        for output in received.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                self._measure(stream, output, now)
-                stream.put(output)
+        for state in processed.changed:
+            _, stream = self._unfinished[state.request.request_id]
+            self._measure(state, now)
+            if state.has_output:
+                stream.notify(state)
+            if state.finished:
+                del self._unfinished[state.request.request_id]
+            if stream.num_unfinished == 0:
+                self.streams.discard(stream)
 
-    def _measure(self, stream: RequestStream, output: RequestOutput, now: float) -> None:
-        if stream.last_token is None:
-            self.metrics.first_token(stream.arrival)
+    def _measure(self, state: RequestState, now: float) -> None:
+        if state.last_token_time is None:
+            self.metrics.first_token(state.metrics.arrival_time)
         else:
-            self.metrics.itl.observe(now - stream.last_token)
-        stream.last_token = now
-        if output.finished:
-            del self._streams[stream.request_id]
-            reasons = [sample.finish_reason or "stop" for sample in output.outputs]
-            self.metrics.finished(stream.arrival, "error" if "error" in reasons else reasons[-1])
+            self.metrics.itl.observe(now - state.last_token_time)
+        state.last_token_time = now
+        if state.finished:
+            reasons = [sample.finish_reason or "stop" for sample in state.samples.values()]
+            reason = "error" if "error" in reasons else reasons[-1]
+            self.metrics.finished(state.metrics.arrival_time, reason)
+
+    def _abort_stream(self, stream: RequestStream) -> None:
+        """Tell the core to drop what has not finished of a stream, without waiting."""
+        self.streams.discard(stream)
+        for state in stream.states:
+            request_id = state.request.request_id
+            if self._unfinished.get(request_id) != (state, stream):
+                continue
+            del self._unfinished[request_id]
+            self.metrics.finished(state.metrics.arrival_time, "abort")
+            numbers = [] if self.frontend is None else self.frontend.abort(request_id)
+            if numbers and self._client is not None and self.error is None:
+                self._client.send(AbortRequests(numbers))
 
     def _running(self) -> tuple[CoreClient, Frontend]:
         if self.error is not None:
@@ -273,9 +231,13 @@ class AsyncEngine:
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
-        for request_id in list(self._streams):
-            stream = self._streams.pop(request_id)
-            self.metrics.finished(stream.arrival, "abort" if self._stopping else "error")
+        for request_id, (state, _) in self._unfinished.items():
+            if self.frontend is not None:
+                self.frontend.abort(request_id)
+            self.metrics.finished(state.metrics.arrival_time, "abort" if self._stopping else "error")
+        self._unfinished.clear()
+        streams, self.streams = self.streams, set()
+        for stream in streams:
             stream.fail(EngineDeadError(reason))
 
 

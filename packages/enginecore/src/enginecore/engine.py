@@ -6,13 +6,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
+import numpy as np
+
 from enginecore.config import EngineConfig
 from enginecore.core.engine_core import EngineCore
 from enginecore.executor.choice import make_executor
 from enginecore.frontend.frontend import Frontend
+from enginecore.frontend.request import Request
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput
-from enginecore.messages import EngineStats
+from enginecore.messages import EngineLimits, EngineStats
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
@@ -20,6 +23,8 @@ from enginecore.sampling_params import SamplingParams
 
 class LLMEngine:
     """An engine in this process: add requests, call `step` until none is unfinished.
+
+    One thread at a time may call it; `LLM` may be shared by threads.
 
     Raises:
         OctavoError: the model cannot be loaded or the options contradict each other.
@@ -29,44 +34,51 @@ class LLMEngine:
         files = locate(config.model, config.revision)
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
-        self.core = EngineCore(config, make_executor(config, files))
-        self.frontend.limits = self.core.ready
+        self._core = EngineCore(config, make_executor(config, files))
+        self.frontend.limits = self._core.limits
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the loaded model and its cache allow."""
+        return self._core.limits
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: PromptInput,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: int = 0
     ) -> None:
         """Queue a request.
 
         Raises:
             RequestError: it cannot be run as asked; nothing was queued.
+            EngineDeadError: the engine has ended.
         """
-        prepared = self.frontend.prepare_prompt(prompt)
-        for message in self.frontend.add(
-            request_id, prepared, params, priority=priority, cache_salt=cache_salt
-        ):
-            self.core.add(0, message)
+        self.add(Request(request_id, self.frontend.prepare_prompt(prompt), params, priority))
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
+        if self._core.error is not None:
+            raise self._core.error
+        for message in self.frontend.add(request).messages:
+            self._core.add(0, message)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what changed for the requests in it; Ctrl-C waits for its end."""
+        """Run one step and return what changed for the requests in it; Ctrl-C waits for its end.
+
+        Raises:
+            EngineDeadError: the step failed, which ends the engine; `__cause__` is what it failed with.
+        """
         found: list[RequestOutput] = []
         with _interrupts_wait():
-            stepped = self.core.step()
+            stepped = self._core.step()
         for outputs in stepped.values():
-            received = self.frontend.receive(outputs)
-            found += received.outputs
-            if received.abort:
-                self.core.abort(0, received.abort)
+            processed = self.frontend.process(outputs)
+            found += [state.output() for state in processed.changed if state.has_output]
+            if processed.stopped:
+                self._core.abort(0, processed.stopped)
         return found
 
     def abort_request(self, request_id: str) -> None:
         """Forget a request; one that has ended already is passed over."""
-        self.core.abort(0, self.frontend.abort(request_id))
+        self._core.abort(0, self.frontend.abort(request_id))
 
     def has_unfinished_requests(self) -> bool:
         """Whether some request is still to finish."""
@@ -74,16 +86,23 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return the state after the last step."""
-        return self.core.stats()
+        return self._core.stats()
+
+    def expert_loads(self) -> np.ndarray | None:
+        """Return how many tokens went to each expert since the start, int64 [layers with experts, experts].
+
+        None for a model without experts.
+        """
+        return self._core.expert_loads()
 
     def shutdown(self) -> None:
         """Give the model's memory back."""
-        self.core.shutdown()
+        self._core.shutdown()
 
 
 @contextmanager
 def _interrupts_wait() -> Generator[None]:
-    """Handle SIGINT afterwards, since a step cut short cannot be gone on with; a second one at once."""
+    """Handle SIGINT afterwards, since a step that is cut short ends the engine; a second one at once."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield

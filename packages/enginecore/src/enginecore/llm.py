@@ -1,6 +1,9 @@
 """`LLM`: a model to call from a script, with as many prompts at once as there are."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
@@ -9,7 +12,8 @@ import numpy as np
 from enginecore.config import make_config
 from enginecore.engine import LLMEngine
 from enginecore.errors import RequestError
-from enginecore.frontend.text.prompts import Prompt, PromptInput
+from enginecore.frontend.request import Prompt, Request
+from enginecore.frontend.text.prompts import PromptInput
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
@@ -19,6 +23,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A loaded model. Options are those of `EngineConfig`, by name.
 
+    Threads may share it: their prompts run in the same batches, and each gets its own outputs.
+
     Raises:
         ConfigError: an option is unknown or out of range.
         ModelError: the model cannot be loaded.
@@ -26,7 +32,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self.engine = LLMEngine(make_config({"model": model, **options}))
-        self._counter = 0
+        self._calls = _ConcurrentCalls(self.engine)
 
     def generate(
         self,
@@ -61,24 +67,18 @@ class LLM:
             [prepare(turns, **template_options) for turns in _as_conversations(messages)], params
         )
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, index: int, count: int) -> None:
-        try:
-            self.engine.add_request(request_id, prompt, params)
-        except RequestError as error:
-            if count == 1:
-                raise
-            raise RequestError(f"prompt {index}: {error}", error.param) from error
-
     def expert_loads(self) -> np.ndarray | None:
         """Return how many tokens went to each expert since the start, int64 [layers with experts, experts].
 
         None for a model without experts. `tools/expert_placement.py` makes a placement of these counts.
         """
-        return self.engine.core.expert_loads()
+        with self._calls.between_steps():
+            return self.engine.expert_loads()
 
     def shutdown(self) -> None:
         """Give the model's memory back."""
-        self.engine.shutdown()
+        with self._calls.between_steps():
+            self.engine.shutdown()
 
     def _run(
         self, prompts: list[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
@@ -86,24 +86,95 @@ class LLM:
         if params is None:
             params = SamplingParams(**self.engine.frontend.sampling_defaults)
         each = _one_for_each(params, len(prompts))
-        ids = [str(self._counter + i) for i in range(len(prompts))]
-        self._counter += len(prompts)
-        added: list[str] = []
+        return self._calls.run(prompts, each)
+
+
+class _ConcurrentCalls:
+    """Lets threads share an engine: one of those that wait for outputs steps, for all of them.
+
+    State is changed under one lock, and never while a step runs: who wants to add requests waits for the
+    step's end, and the next step waits for everybody who does.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Condition()
+        self._stepping = False
+        self._changing = 0
+        """Threads that wait for a step's end to add or abort requests."""
+        self._numbers = itertools.count()
+        self._finished: dict[str, RequestOutput] = {}
+
+    def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Run all prompts, or none if one cannot be run, and return their final outputs in order."""
+        with self.between_steps():
+            ids = self._add(prompts, params)
         try:
-            for request_id, prompt, wanted in zip(ids, prompts, each, strict=True):
-                self._add(request_id, prompt, wanted, len(added), len(prompts))
-                added.append(request_id)
-            finished: dict[str, RequestOutput] = {}
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    if output.finished:
-                        finished[output.request_id] = output
+            while self._step_or_wait(ids):
+                pass
+            return [self._finished[request_id] for request_id in ids]
         except BaseException:
-            # A refused prompt or Ctrl-C must leave nothing running behind.
-            for request_id in added:
-                self.engine.abort_request(request_id)
+            # An error or Ctrl-C must leave nothing running behind.
+            with self.between_steps():
+                self._abort(ids)
             raise
-        return [finished[request_id] for request_id in ids]
+        finally:
+            for request_id in ids:
+                self._finished.pop(request_id, None)
+
+    @contextmanager
+    def between_steps(self) -> Generator[None]:
+        """Keep steps from running: the only time in which the engine may be changed."""
+        with self._lock:
+            self._changing += 1
+            try:
+                self._lock.wait_for(lambda: not self._stepping)
+                yield
+            finally:
+                self._changing -= 1
+                self._lock.notify_all()
+
+    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+        ids: list[str] = []
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                request_id = str(next(self._numbers))
+                self._engine.add(Request(request_id, prompt, wanted))
+                ids.append(request_id)
+        except RequestError as error:
+            self._abort(ids)
+            if len(prompts) == 1:
+                raise
+            raise RequestError(f"prompt {len(ids)}: {error}", error.param) from error
+        return ids
+
+    def _abort(self, ids: Sequence[str]) -> None:
+        for request_id in ids:
+            self._engine.abort_request(request_id)
+
+    def _step_or_wait(self, ids: Sequence[str]) -> bool:
+        """Run one step, or wait for another thread's; return whether some of `ids` are unfinished.
+
+        Raises:
+            EngineDeadError: the engine has ended, in whichever thread.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: not (self._stepping or self._changing) or self._all_finished(ids))
+            if self._all_finished(ids):
+                return False
+            self._stepping = True
+        outputs: list[RequestOutput] = []
+        try:
+            outputs = self._engine.step()
+        finally:
+            with self._lock:
+                self._finished |= {output.request_id: output for output in outputs if output.finished}
+                self._stepping = False
+                self._lock.notify_all()
+        return True
+
+    def _all_finished(self, ids: Sequence[str]) -> bool:
+        return all(request_id in self._finished for request_id in ids)
 
 
 def _as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:

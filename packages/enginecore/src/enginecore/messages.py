@@ -1,11 +1,15 @@
-"""What crosses a process boundary: msgspec structs, sent as msgpack.
+"""Messages between front-ends and engine cores, sent as msgpack by `enginecore.codec`.
 
-Front-ends name a request by a number of their own choosing; text ids stay with them. Arrays travel as
-little-endian bytes, so that a step of a thousand rows costs a copy and not a thousand objects.
+Front-ends name a request by a number of their own choosing; text ids stay with them. Arrays travel as bytes,
+so that a step of a thousand rows costs a copy and not a thousand objects.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from enginecore.sampling_params import SamplingParams
 
@@ -13,22 +17,34 @@ RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)
 FINISH_REASONS: tuple[str | None, ...] = (None, "stop", "length", "abort", "error")
 """Finish codes of `Outputs.finished` as a caller reads them."""
 
+NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+class RowSampling(msgspec.Struct, array_like=True):
+    """Sampling parameters of one sample, resolved against the model: what a worker keeps for its row."""
+
+    params: SamplingParams
+    stop_ids: list[int]
+    """Every token id that ends the request: EOS ids unless ignored, and the caller's own."""
+    bad_words: list[list[int]]
+    """`params.bad_words` as token ids."""
+    seed: int
+    prompt_logprobs_done: int = 0
+    """Prompt positions whose log probabilities have been reported already."""
+
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     """Front-end to core: run one sample of a prompt."""
 
     number: int
-    prompt: bytes
-    """int32 token ids."""
-    params: SamplingParams
-    stop_ids: list[int]
-    """Every token id that ends the request: EOS ids unless ignored, and the caller's own."""
+    prompt: NDArray[np.int32]
     max_tokens: int
-    seed: int
+    """Counted from the prompt's end, `generated` included."""
+    sampling: RowSampling
+    generated: NDArray[np.int32] = NO_TOKENS
+    """Tokens that were generated before, elsewhere: the request is resumed after them."""
     cache_salt: str | None = None
     priority: int = 0
-    bad_words: list[list[int]] = []
-    """`params.bad_words` as token ids."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
@@ -42,29 +58,39 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """Front-end to core: here I am; answered with `Ready`."""
+    """Front-end to core: announce this front-end; answered with `EngineLimits`."""
 
 
 FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | Hello
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log probabilities at consecutive positions: `width` candidates each, the chosen token first."""
+class PositionLogprobs(NamedTuple):
+    """Log probabilities at consecutive positions of one request, the actual token's first."""
 
-    number: int
-    width: int
-    ids: bytes
-    """int32[positions * width]."""
-    values: bytes
-    """float32[positions * width]."""
-    ranks: bytes
-    """int32[positions]: the chosen token's rank, 1 for the most likely."""
+    ids: NDArray[np.int32]
+    """[positions, candidates]."""
+    values: NDArray[np.float32]
+    """[positions, candidates]."""
+    ranks: NDArray[np.int32]
+    """[positions]: the actual token's rank, 1 for the most likely."""
 
-    def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return ids [positions, width], values [positions, width] and ranks [positions]."""
-        ids = np.frombuffer(self.ids, np.int32).reshape(-1, self.width)
-        values = np.frombuffer(self.values, np.float32).reshape(-1, self.width)
-        return ids, values, np.frombuffer(self.ranks, np.int32)
+
+class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
+    """Limits of a loaded model, the same on every rank: reported by workers, and by a core that is ready."""
+
+    max_model_len: int
+    """Most tokens of a request, prompt and generated ones together."""
+    vocab_size: int
+    num_blocks: int
+    """KV cache blocks on the device."""
+    block_size: int
+    """Tokens in a block."""
+    host_blocks: int = 0
+    """KV cache blocks in host memory, for what is swapped out or evicted."""
+    window: int | None = None
+    """The sliding window that all layers have; None where some layer attends to everything."""
+    device: str = "cpu"
+    """Type of the device: cpu or cuda."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -85,39 +111,22 @@ class EngineStats(msgspec.Struct, array_like=True):
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """Core to front-end: one step's tokens of that front-end's requests, a column an attribute."""
 
-    numbers: bytes
-    """int64[n]; a request that got k tokens stands k times, in order."""
-    tokens: bytes
-    """int32[n]."""
-    finished: bytes
-    """int8[n]: a finish code."""
+    numbers: NDArray[np.int64]
+    """[n]; a request that got k tokens stands k times, in order."""
+    tokens: NDArray[np.int32]
+    """[n]."""
+    finished: NDArray[np.int8]
+    """[n]: a finish code."""
     scheduled: dict[int, tuple[int, float]] = {}
-    """By number, for requests that emit their first token: prompt tokens found in the prefix cache, and the
-    seconds the request waited before it first ran."""
-    logprobs: list[TokenLogprobs] = []
-    """At the sampled positions, one entry a token, for requests that asked; in the order of `numbers`."""
-    prompt_logprobs: list[TokenLogprobs] = []
-    """At consecutive prompt positions, starting with the second token; may come in several pieces."""
+    """By number, for requests that first ran in this step: prompt tokens found in the prefix cache, and
+    seconds in the queue."""
+    logprobs: Sequence[tuple[int, PositionLogprobs]] = ()
+    """By number, at the sampled positions: one entry a token, for requests that asked, in order."""
+    prompt_logprobs: Sequence[tuple[int, PositionLogprobs]] = ()
+    """By number, at consecutive prompt positions from the second on; may come in several pieces."""
     errors: dict[int, str] = {}
-    """Requests that the core refused or gave up."""
+    """Requests that the core refused."""
     stats: EngineStats | None = None
-
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return numbers, tokens and finish codes as arrays."""
-        return (
-            np.frombuffer(self.numbers, np.int64),
-            np.frombuffer(self.tokens, np.int32),
-            np.frombuffer(self.finished, np.int8),
-        )
-
-
-class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """Core to front-end: the model is loaded, with these limits."""
-
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    block_size: int
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -126,14 +135,4 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     message: str
 
 
-CoreMessage = Outputs | Ready | Failed
-
-
-def tokens_to_bytes(tokens: list[int] | np.ndarray) -> bytes:
-    """Return token ids as int32 bytes."""
-    return np.asarray(tokens, dtype=np.int32).tobytes()
-
-
-def tokens_from_bytes(data: bytes) -> np.ndarray:
-    """Return int32 token ids from bytes."""
-    return np.frombuffer(data, np.int32)
+CoreMessage = Outputs | EngineLimits | Failed

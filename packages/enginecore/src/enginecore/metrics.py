@@ -6,8 +6,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from enginecore.messages import EngineStats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 _SECONDS = (
     0.001,
     0.005,
@@ -35,7 +33,10 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """What one front-end has seen of its engine."""
+    """Metrics of one engine as a front-end sees it."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+    """Of `text`."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()

@@ -3,6 +3,9 @@
 A command describes its options as frozen dataclasses (`EngineConfig`, and one of its own). Each field is one
 option: `--max-num-seqs 8` on the command line, `OCTAVO_MAX_NUM_SEQS=8` in the environment and
 `max_num_seqs: 8` (or `max-num-seqs`) in the YAML file that `--config` names.
+
+Commands may share an environment and a file: an app declares the dataclasses of its options as entry points
+of the group `octavo.options`, and other commands pass over what is declared there and not their own.
 """
 
 import argparse
@@ -17,23 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 import msgspec
 
 from enginecore.errors import ConfigError, OctavoError
-
-PREFIX = "OCTAVO_"
-
-NOT_OPTIONS = frozenset({"OCTAVO_ATTENTION_BACKEND"})
-"""Variables that a library reads by itself; no option has their name."""
-
-_SERVER_NAMES = (
-    "host",
-    "port",
-    "api_key",
-    "served_model_name",
-    "shutdown_timeout",
-    "cors_origins",
-    "log_level",
-)
-SERVER_OPTIONS = frozenset(PREFIX + name.upper() for name in _SERVER_NAMES)
-"""Variables of the HTTP server's own options: other commands pass over them: one environment serves all."""
+from enginecore.option_sources import PREFIX, Given, from_environment, from_file
 
 
 class _Once(argparse.Action):
@@ -61,13 +48,6 @@ class Option(NamedTuple):
     help: str
     repeat: bool
     """A list whose flag takes one value and may be given again; other lists take several values at once."""
-
-
-class Given(NamedTuple):
-    """A value that somebody gave for an option, and where."""
-
-    value: Any
-    source: str
 
 
 def options_of(record: type[Any]) -> list[Option]:
@@ -122,8 +102,11 @@ class OptionParser(argparse.ArgumentParser):
         flags = vars(self.parse_args(arguments))
         known = {option.name for record in self.records.values() for option in options_of(record)}
         file = flags.pop("config") or environment.get(PREFIX + "CONFIG")
-        given = _from_file(Path(file).expanduser(), known) if file else {}
-        given |= _from_environment(environment, known)
+        given = from_file(Path(file).expanduser(), known) if file else {}
+        from_variables, warnings = from_environment(environment, known)
+        for warning in warnings:
+            print(f"{self.prog}: warning: {warning}", file=sys.stderr)
+        given |= from_variables
         given |= _from_flags(flags)
         return [build(record, given) for record in self.records.values()]
 
@@ -160,55 +143,6 @@ def _from_flags(flags: dict[str, Any]) -> dict[str, Given]:
             raise ConfigError(f"the model is named twice: {positional} and --model {flags['model']}")
         flags["model"] = positional
     return {name: Given(value, "--" + name.replace("_", "-")) for name, value in flags.items()}
-
-
-def _from_environment(environment: Mapping[str, str], known: set[str]) -> dict[str, Given]:
-    given = {}
-    for variable, value in environment.items():
-        name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or name == "config":
-            continue
-        if name in known:
-            given[name] = Given(value, variable)
-        elif variable not in NOT_OPTIONS | SERVER_OPTIONS:
-            raise ConfigError(f"environment variable {variable} names no option {name!r}")
-    return given
-
-
-def _from_file(path: Path, known: set[str]) -> dict[str, Given]:
-    import yaml
-
-    try:
-        content = _without_repeats(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), path)
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {path} must hold `option: value` lines")
-    given: dict[str, Given] = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            raise ConfigError(f"config file {path}: unknown option {key!r}")
-        if name in given:
-            raise ConfigError(f"config file {path}: {name} is given twice")
-        given[name] = Given(value, str(path))
-    return given
-
-
-def _without_repeats(root: Any, path: Path) -> Any:
-    """Return what the YAML node `root` stands for; of two lines for one key, YAML itself drops the first."""
-    import yaml
-
-    if isinstance(root, yaml.MappingNode):
-        keys = [key.value for key, _ in root.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"config file {path}: {key} is given twice")
-    return None if root is None else yaml.SafeLoader("").construct_document(root)
 
 
 def _flag_arguments(option: Option) -> dict[str, Any]:

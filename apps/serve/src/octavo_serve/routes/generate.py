@@ -1,96 +1,134 @@
 """POST /v1/completions and /v1/chat/completions."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from enginecore.frontend.openai import answers, conversion, validation
-from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
+from enginecore import Prompt, Request, RequestOutput, SamplingParams
+from enginecore.errors import RequestAbortedError
+from enginecore.frontend import openai
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
-from octavo_serve.errors import as_api_error
-from octavo_serve.generation import Generation, Interrupted
+from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, read_body, server_of
-
-if TYPE_CHECKING:
-    from enginecore.frontend.frontend import Prompt
+from octavo_serve.state import ServerState
 
 
-async def create_completion(request: Request) -> Response:
+class _Job(NamedTuple):
+    """A body, ready to be run and answered."""
+
+    server: ServerState
+    head: openai.Head
+    body: openai.Body
+    requests: Sequence[Request]
+    chunks: Callable[[], Chunks]
+    """Makes the encoder of a streamed answer."""
+    answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
+    """Makes the whole answer of the requests' final outputs."""
+
+    def response(self) -> Response:
+        """Return the response, streamed if the body asks for that."""
+        return EventStream(_events(self)) if self.body.stream else JsonAnswer(_whole_answer(self))
+
+
+async def create_completion(http: HttpRequest) -> Response:
     """Continue one or several prompts."""
-    server = server_of(request)
+    server = server_of(http)
     frontend = server.frontend
-    raw = await read_body(request)
-    name = validation.model_name(raw, server.names)
-    body = validation.read_completion(raw, server.engine.config.max_logprobs)
-    params = conversion.completion_params(body, frontend.sampling_defaults)
-    texts = conversion.completion_prompts(body.prompt)
-    conversion.check_choices(len(texts), body.samples)
+    fields = openai.decode(await read_body(http))
+    name = openai.model_name(fields, server.names)
+    body = openai.read_completion(fields, server.engine.config.max_logprobs)
+    params = openai.completion_params(body, frontend.sampling_defaults)
+    texts = openai.completion_prompts(body.prompt)
+    openai.check_choices(len(texts), body.samples)
     special = body.add_special_tokens is not False
     prompts = await off_loop(
         sum(map(len, texts)),
-        lambda: [frontend.prepare_prompt(text, add_special_tokens=special) for text in texts],
+        lambda: [
+            frontend.prepare_prompt(text, add_special_tokens=special, cache_salt=body.cache_salt)
+            for text in texts
+        ],
     )
-    head = answers.Head(answer_id(request, "cmpl"), int(time.time()), name)
     limit = server.max_model_len
-    each = [conversion.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
-    generation = Generation(server, head.id, prompts, each, body)
-    if body.stream:
-        chunks = CompletionChunks(head, body, _total_length(prompts), len(prompts), server.vocabulary)
-        return EventStream(_events(generation, chunks))
-    return JsonAnswer(_completion(generation, head, body, server.vocabulary))
+    each = [openai.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
+    head = openai.Head(answer_id(http, "cmpl"), int(time.time()), name)
+    vocabulary = server.vocabulary
+    return _Job(
+        server,
+        head,
+        body,
+        _requests(server, head, body, prompts, each),
+        lambda: CompletionChunks(head, body, prompts, vocabulary),
+        lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
+    ).response()
 
 
-async def create_chat_completion(request: Request) -> Response:
+async def create_chat_completion(http: HttpRequest) -> Response:
     """Answer a conversation."""
-    server = server_of(request)
+    server = server_of(http)
     frontend = server.frontend
-    raw = await read_body(request)
-    name = validation.model_name(raw, server.names)
-    body = validation.read_chat(raw, server.engine.config.max_logprobs)
-    params = conversion.chat_params(body, frontend.sampling_defaults)
-    options = conversion.template_options(body)
-    prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(body.messages, **options))
-    head = answers.Head(answer_id(request, "chatcmpl"), int(time.time()), name)
-    generation = Generation(server, head.id, [prompt], [params], body)
-    if body.stream:
-        chunks = ChatChunks(head, body, _total_length([prompt]), server.vocabulary)
-        return EventStream(_events(generation, chunks))
-    return JsonAnswer(_chat(generation, head, body, server.vocabulary))
+    raw = await read_body(http)
+    fields = openai.decode(raw)
+    name = openai.model_name(fields, server.names)
+    body = openai.read_chat(fields, server.engine.config.max_logprobs)
+    params = openai.chat_params(body, frontend.sampling_defaults)
+    options = openai.template_options(body)
+    prompt = await off_loop(
+        len(raw),
+        lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
+    )
+    head = openai.Head(answer_id(http, "chatcmpl"), int(time.time()), name)
+    vocabulary = server.vocabulary
+    return _Job(
+        server,
+        head,
+        body,
+        _requests(server, head, body, [prompt], [params]),
+        lambda: ChatChunks(head, body, [prompt], vocabulary),
+        lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
+    ).response()
 
 
-async def _completion(
-    generation: Generation, head: answers.Head, body: CompletionBody, vocabulary: answers.Vocabulary
-) -> bytes:
-    async with generation:
-        outputs = await generation.finished()
-    return msgspec.json.encode(answers.completion_answer(head, body, outputs, vocabulary))
+def _requests(
+    server: ServerState,
+    head: openai.Head,
+    body: openai.Body,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+) -> list[Request]:
+    # Numbered, since two clients may choose the same id.
+    return [
+        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0)
+        for prompt, wanted in zip(prompts, params, strict=True)
+    ]
 
 
-async def _chat(
-    generation: Generation, head: answers.Head, body: ChatBody, vocabulary: answers.Vocabulary
-) -> bytes:
-    async with generation:
-        (output,) = await generation.finished()
-    return msgspec.json.encode(answers.chat_answer(head, body, output, vocabulary))
+async def _whole_answer(job: _Job) -> bytes:
+    outputs: dict[int, RequestOutput] = {}
+    async with job.server.open_stream(job.requests) as stream:
+        async for index, output in stream:
+            _raise_failure(output)
+            outputs[index] = output
+    return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
 
 
-async def _events(generation: Generation, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+async def _events(job: _Job) -> AsyncGenerator[bytes, None]:
     """Yield a stream's events; an error is raised while none was yielded, and is an event later."""
+    chunks = job.chunks()
     started = False
     try:
-        async with generation, aclosing(generation.outputs()) as outputs:
-            async for prompt, output in outputs:
-                events = chunks.encode(prompt, output)
+        async with job.server.open_stream(job.requests) as stream:
+            async for index, output in stream:
+                _raise_failure(output)
+                events = chunks.encode(index, output)
                 if events:
                     started = True
                     yield events
-    except Interrupted:
+    except RequestAbortedError:
         if not started:
             raise
         yield chunks.abort()
@@ -102,5 +140,7 @@ async def _events(generation: Generation, chunks: Chunks) -> AsyncGenerator[byte
     yield chunks.end()
 
 
-def _total_length(prompts: list["Prompt"]) -> int:
-    return sum(len(prompt.token_ids) for prompt in prompts)
+def _raise_failure(output: RequestOutput) -> None:
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            raise ApiError(500, str(sample.stop_reason or "the engine gave this request up"))

@@ -1,25 +1,14 @@
-"""GET /v1/models, and what clients ask of a model beside generation: POST /tokenize and /detokenize."""
+"""GET /v1/models, and the routes on text: POST /tokenize and /detokenize."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from enginecore.errors import RequestError
-from enginecore.frontend.openai.bodies import Integer, decode
-from enginecore.frontend.openai.validation import (
-    ModelNotFound,
-    check_messages,
-    check_template_kwargs,
-    model_name,
-)
-from enginecore.frontend.text.tokenizer import NO_TOKENIZER
+from enginecore.frontend import openai
 from octavo_serve.routes.requests import off_loop, read_body, server_of
-from octavo_serve.state import ServerState
-
-if TYPE_CHECKING:
-    from enginecore.frontend.text.tokenizer import Tokenizer
 
 
 class TokenizeBody(msgspec.Struct):
@@ -36,7 +25,7 @@ class TokenizeBody(msgspec.Struct):
 class DetokenizeBody(msgspec.Struct):
     """Token ids."""
 
-    tokens: list[Integer]
+    tokens: list[openai.Integer]
 
 
 async def list_models(request: Request) -> Response:
@@ -49,17 +38,19 @@ async def show_model(request: Request) -> Response:
     """Describe the served model under one of its names."""
     name = request.path_params["name"]
     if name not in server_of(request).names:
-        raise ModelNotFound(f"there is no model {name!r:.200} here", "model")
+        raise openai.ModelNotFound(f"there is no model {name!r:.200} here", "model")
     return JSONResponse(_card(request, name))
 
 
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or of a chat."""
     server = server_of(request)
-    tokenizer = _tokenizer(server)
+    frontend = server.frontend
+    tokenizer = frontend.require_tokenizer()
     raw = await read_body(request)
-    model_name(raw, server.names)
-    body = decode(raw, TokenizeBody)
+    fields = openai.decode(raw)
+    openai.model_name(fields, server.names)
+    body = openai.convert(fields, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -67,11 +58,10 @@ async def tokenize(request: Request) -> Response:
         ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
     else:
         messages = body.messages or []
-        check_messages(messages)
-        check_template_kwargs(body.chat_template_kwargs)
+        openai.check_messages(messages)
+        openai.check_template_kwargs(body.chat_template_kwargs)
         options = dict(body.chat_template_kwargs or {})
         options["add_generation_prompt"] = body.add_generation_prompt is not False
-        frontend = server.frontend
         prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(messages, **options))
         ids = list(prompt.token_ids)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
@@ -83,10 +73,10 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     server = server_of(request)
-    tokenizer = _tokenizer(server)
-    raw = await read_body(request)
-    model_name(raw, server.names)
-    tokens = decode(raw, DetokenizeBody).tokens
+    tokenizer = server.frontend.require_tokenizer()
+    fields = openai.decode(await read_body(request))
+    openai.model_name(fields, server.names)
+    tokens = openai.convert(fields, DetokenizeBody).tokens
     limits = server.frontend.limits
     # A model may have more ids than its tokenizer; those stand for no text.
     size = max(tokenizer.vocab_size, 0 if limits is None else limits.vocab_size)
@@ -94,13 +84,6 @@ async def detokenize(request: Request) -> Response:
     if beyond:
         raise RequestError(f"tokens holds {beyond[0]}, but the vocabulary ends at {size - 1}", "tokens")
     return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
-
-
-def _tokenizer(server: ServerState) -> "Tokenizer":
-    tokenizer = server.frontend.tokenizer
-    if tokenizer is None:
-        raise RequestError(NO_TOKENIZER)
-    return tokenizer
 
 
 def _card(request: Request, name: str) -> dict[str, Any]:

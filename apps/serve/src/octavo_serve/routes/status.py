@@ -4,7 +4,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import enginecore
-from enginecore.metrics import CONTENT_TYPE
 from octavo_serve.errors import ApiError
 from octavo_serve.routes.requests import server_of
 
@@ -28,7 +27,7 @@ async def load(request: Request) -> Response:
     stats = server.engine.stats
     return JSONResponse(
         {
-            "server_load": len(server.generations),
+            "server_load": len(server.streams),
             "num_requests_running": stats.running,
             "num_requests_waiting": stats.waiting,
             "kv_cache_usage": stats.kv_cache_usage,
@@ -38,4 +37,5 @@ async def load(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Return the engine's metrics in Prometheus' text format."""
-    return Response(server_of(request).engine.metrics.text(), headers={"content-type": CONTENT_TYPE})
+    metrics = server_of(request).engine.metrics
+    return Response(metrics.text(), headers={"content-type": metrics.content_type})

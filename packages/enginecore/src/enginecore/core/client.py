@@ -15,11 +15,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, ModelError
-from enginecore.messages import CoreMessage, Failed, FrontendMessage, Ready
+from enginecore.messages import CoreMessage, EngineLimits, Failed, FrontendMessage
 
-_START = msgspec.json.Decoder(Ready | Failed)
+_START = msgspec.json.Decoder(EngineLimits | Failed)
 _SECONDS_TO_END = 5.0
 
 
@@ -47,7 +48,7 @@ class CoreProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_ready(self) -> Ready:
+    def wait_ready(self) -> EngineLimits:
         """Block until the model is loaded.
 
         Raises:
@@ -104,8 +105,8 @@ class CoreClient:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(CoreMessage)
+        self._encoder = Encoder()
+        self._decoder: Decoder[CoreMessage] = Decoder(CoreMessage)
 
     def send(self, message: FrontendMessage) -> None:
         """Queue a message; it leaves in the background, in order."""

@@ -1,5 +1,7 @@
-"""The loop's body: requests in, steps planned and run, tokens out. Knows no sockets and no text."""
+"""The engine core's loop: requests in, steps planned and run, tokens out. Knows no sockets and no text."""
 
+import logging
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,31 +25,20 @@ from batchsched import (
     TimeSlice,
 )
 from enginecore.config import EngineConfig
+from enginecore.errors import EngineDeadError
 from enginecore.executor.executor import Executor
-from enginecore.executor.step import (
-    BlockCopies,
-    PositionLogprobs,
-    RowStart,
-    SampledTokens,
-    StepInput,
-    StepOutput,
-)
-from enginecore.messages import AddRequest, EngineStats, Outputs, Ready, TokenLogprobs, tokens_from_bytes
+from enginecore.executor.step import SampledTokens, StepInput, StepOutput
+from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
 from kvblocks import PagedMemory
+
+logger = logging.getLogger(__name__)
 
 _NUMBER_BITS = 40
 """A request's handle is its client above this bit and the client's own number below it."""
+_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
-
-class _Live:
-    """A request between its arrival and its end."""
-
-    __slots__ = ("message", "prompt_logprobs_done", "waited")
-
-    def __init__(self, message: AddRequest) -> None:
-        self.message = message
-        self.prompt_logprobs_done = 0
-        self.waited = 0.0
+_Logprobs = list[tuple[int, PositionLogprobs]]
+"""By handle."""
 
 
 class _Counters:
@@ -57,55 +48,60 @@ class _Counters:
         self.step_tokens = 0
 
 
-class _Emitted(NamedTuple):
-    """A step's results on their way to the clients."""
+class _StepResults(NamedTuple):
+    """One step's results for all clients, by handle."""
 
     committed: Committed
-    logprobs: list[tuple[int, PositionLogprobs]]
-    """By handle."""
-    prompt_logprobs: list[tuple[int, PositionLogprobs]]
     scheduled: dict[int, tuple[int, float]]
-    """By handle: cached prompt tokens and seconds in the queue, for requests that emit their first token."""
+    """Cached prompt tokens and seconds in the queue, of requests that first ran in this step."""
+    logprobs: _Logprobs
+    prompt_logprobs: _Logprobs
 
 
 class EngineCore:
     """Schedules the requests of any number of clients over one executor.
 
     Clients are small integers; each names its requests by numbers of its own below 2**40.
+
+    Whatever `step` raises ends the engine: the executor is shut down, and that and every later call raise
+    EngineDeadError, whose `__cause__` leads to the first error.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._executor = executor
+        self.limits = limits = executor.limits
         self._memory = PagedMemory(
-            num_blocks=executor.num_blocks,
-            block_size=config.block_size,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
             max_rows=config.max_num_seqs,
-            max_blocks_per_row=-(-executor.max_model_len // config.block_size),
+            max_blocks_per_row=-(-limits.max_model_len // limits.block_size),
             prefix_caching=config.enable_prefix_caching,
-            host_blocks=executor.host_blocks,
-            windows=(executor.window,),
+            host_blocks=limits.host_blocks,
+            windows=(limits.window,),
         )
-        limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=executor.max_model_len,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            stages=config.pipeline_parallel_size,
+        self._scheduler = Scheduler(
+            Limits(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                stages=config.pipeline_parallel_size,
+            ),
+            self._memory,
+            _policy(config),
+            Swap() if config.preemption_mode == "swap" else Recompute(),
         )
-        preemption = Swap() if config.preemption_mode == "swap" else Recompute()
-        self._scheduler = Scheduler(limits, self._memory, _policy(config), preemption)
+        self.error: EngineDeadError | None = None
+        """Why the engine has ended; None while it runs."""
         self._in_flight: deque[StepPlan] = deque()
         self._sampled: list[tuple[StepPlan, np.ndarray]] = []
         """What was sampled since the last step was submitted, where the first stage does not know it."""
-        self._live: dict[int, _Live] = {}
+        self._unfinished: dict[int, AddRequest] = {}
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
         self._refused: dict[int, dict[int, str]] = {}
         self._counters = _Counters()
         self._clients: set[int] = set()
         self._stats_due = False
-        self.ready = Ready(
-            executor.max_model_len, executor.vocab_size, executor.num_blocks, config.block_size
-        )
 
     @property
     def has_work(self) -> bool:
@@ -113,33 +109,39 @@ class EngineCore:
         return bool(self._in_flight or self._refused or self._stats_due) or self._scheduler.has_unfinished
 
     def add(self, client: int, message: AddRequest) -> None:
-        """Take a request; one that can never run is answered with an error by the next `step`."""
+        """Take a request; one that can never run is answered with an error by the next `step`.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._require_alive()
         self._clients.add(client)
         handle = client << _NUMBER_BITS | message.number
-        params = message.params
+        sampling = message.sampling
         try:
             self._scheduler.add(
                 Request(
                     handle=handle,
-                    tokens=tokens_from_bytes(message.prompt),
+                    prompt=message.prompt,
+                    generated=message.generated,
                     max_tokens=message.max_tokens,
-                    stop_ids=tuple(message.stop_ids),
-                    min_tokens=params.min_tokens,
+                    stop_ids=tuple(sampling.stop_ids),
+                    min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
                     extra=() if message.cache_salt is None else (("salt", message.cache_salt.encode()),),
-                    use_cache=params.prompt_logprobs is None,
+                    use_cache=sampling.params.prompt_logprobs is None,
                 )
             )
         except RequestRefused as error:
             self._refused.setdefault(client, {})[message.number] = str(error)
         else:
-            self._live[handle] = _Live(message)
+            self._unfinished[handle] = message
 
     def abort(self, client: int, numbers: list[int]) -> None:
         """Forget requests; numbers that have ended already are passed over."""
         for number in numbers:
             handle = client << _NUMBER_BITS | number
-            if self._live.pop(handle, None) is not None:
+            if self._unfinished.pop(handle, None) is not None:
                 self._scheduler.abort(handle)
                 self._stats_due = True
 
@@ -148,19 +150,50 @@ class EngineCore:
         self._memory.reset()
 
     def step(self) -> dict[int, Outputs]:
-        """Plan and start what fits, wait for the oldest step, and return each client's outputs."""
+        """Plan and start what fits, wait for the oldest step, and return each client's outputs.
+
+        Raises:
+            EngineDeadError: something in the step failed, or the engine had ended before.
+        """
+        self._require_alive()
+        try:
+            return self._step()
+        except BaseException as error:
+            # A step that was cut short, by whatever, has changed some of the state and not the rest.
+            self._end(error)
+            if isinstance(error, Exception):
+                self._require_alive()
+            raise
+
+    def _step(self) -> dict[int, Outputs]:
         self._start_steps()
         if not self._in_flight:
             return self._deliver(None)
         plan = self._in_flight.popleft()
         result = self._executor.collect()
         committed = self._scheduler.commit(StepResult(plan.step, result.tokens))
-        emitted = self._emitted(plan, result, committed)
+        results = self._results(plan, result, committed)
         if self._scheduler.limits.stages > 1:
             self._sampled.append((plan, result.tokens))
             # Now, as the first stage has nothing to do while the outputs are delivered.
             self._start_steps()
-        return self._deliver(emitted)
+        return self._deliver(results)
+
+    def _end(self, cause: BaseException) -> None:
+        """Record why the engine has ended, and give up its workers."""
+        logger.error("the engine has ended", exc_info=cause)
+        reason = str(cause) if isinstance(cause, EngineDeadError) else f"{type(cause).__name__}: {cause}"
+        self.error = EngineDeadError(" ".join(f"the engine has ended: {reason}".split()))
+        self.error.__cause__ = cause
+        # Frames of the failed step hold the model and its cache.
+        traceback.clear_frames(cause.__traceback__)
+        self._unfinished.clear()
+        self._in_flight.clear()
+        self._executor.shutdown()
+
+    def _require_alive(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
 
     def _start_steps(self) -> None:
         while len(self._in_flight) < self._executor.depth:
@@ -191,6 +224,7 @@ class EngineCore:
 
     def expert_loads(self) -> np.ndarray | None:
         """Return how many tokens went to each expert; see `Executor.expert_loads`."""
+        self._require_alive()
         return self._executor.expert_loads()
 
     @property
@@ -199,49 +233,29 @@ class EngineCore:
         return self._executor.descriptors
 
     def check_workers(self) -> None:
-        """Raise if the workers cannot go on; for a time in which there is nothing to step."""
-        self._executor.check()
+        """Raise EngineDeadError if a worker has ended; for a time in which there is nothing to step."""
+        self._require_alive()
+        try:
+            self._executor.check()
+        except EngineDeadError as error:
+            self._end(error)
+            self._require_alive()
 
     def shutdown(self) -> None:
         """Give up the executor's devices."""
         self._executor.shutdown()
 
     def _step_input(self, plan: StepPlan) -> StepInput:
-        started = []
-        for opened in plan.opened:
-            live = self._live[opened.handle]
-            message = live.message
-            self._handle_of_row[opened.row] = opened.handle
-            if not opened.resumed:
-                live.waited = opened.waited
-                self._counters.prompt_tokens += opened.num_prompt
-            started.append(
-                RowStart(
-                    row=opened.row,
-                    tokens=opened.tokens,
-                    num_prompt=opened.num_prompt,
-                    params=message.params,
-                    stop_ids=tuple(message.stop_ids),
-                    bad_words=tuple(tuple(word) for word in message.bad_words),
-                    seed=message.seed,
-                    prompt_logprobs_from=live.prompt_logprobs_done,
-                )
-            )
-        changes = self._memory.drain_changes()
-        copies = self._memory.drain_copies()
+        for admitted in plan.admitted:
+            self._handle_of_row[admitted.row] = admitted.handle
+            if not admitted.resumed:
+                self._counters.prompt_tokens += admitted.num_prompt
         return StepInput(
-            step=plan.step,
-            rows=plan.rows,
-            starts=plan.starts,
-            counts=plan.counts,
-            samples=plan.samples,
-            closed=plan.closed,
-            started=started,
-            block_rows=changes.rows,
-            block_indices=changes.indices,
-            block_ids=changes.blocks,
-            copies=BlockCopies(*copies.out, *copies.in_, *copies.copy) if copies.num_blocks else None,
-            sampled=self._drain_sampled(),
+            plan,
+            [self._unfinished[admitted.handle].sampling for admitted in plan.admitted],
+            self._memory.drain_changes(),
+            self._memory.drain_copies(),
+            self._drain_sampled(),
         )
 
     def _drain_sampled(self) -> SampledTokens | None:
@@ -253,37 +267,36 @@ class EngineCore:
         ]
         return SampledTokens(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
 
-    def _emitted(self, plan: StepPlan, result: StepOutput, committed: Committed) -> _Emitted:
-        counters = self._counters
-        counters.step_tokens = plan.num_tokens
-        counters.generation_tokens += len(committed.tokens)
-        scheduled = {}
-        for i in np.flatnonzero(committed.num_generated == 1).tolist():
-            handle = int(committed.handles[i])
-            scheduled[handle] = (int(committed.num_cached[i]), self._live[handle].waited)
-        logprobs = []
+    def _results(self, plan: StepPlan, result: StepOutput, committed: Committed) -> _StepResults:
+        self._counters.step_tokens = plan.num_tokens
+        self._counters.generation_tokens += len(committed.tokens)
+        scheduled = {
+            admitted.handle: (admitted.num_cached, admitted.waited)
+            for admitted in plan.admitted
+            if not admitted.resumed
+        }
+        logprobs: _Logprobs = []
         if result.logprobs:
             for handle, index in zip(committed.handles.tolist(), committed.index.tolist(), strict=True):
                 if index in result.logprobs:
                     logprobs.append((handle, result.logprobs[index]))
-        prompt_logprobs = []
-        for entry in result.prompt_logprobs:
-            handle = int(self._handle_of_row[entry.row])
-            live = self._live.get(handle)
-            if live is not None:
-                live.prompt_logprobs_done += len(entry.ranks)
+        prompt_logprobs: _Logprobs = []
+        for row, entry in result.prompt_logprobs.items():
+            handle = int(self._handle_of_row[row])
+            if handle in self._unfinished:
+                self._unfinished[handle].sampling.prompt_logprobs_done += len(entry.ranks)
                 prompt_logprobs.append((handle, entry))
         for handle in committed.handles[committed.finished > 0].tolist():
-            del self._live[handle]
-        return _Emitted(committed, logprobs, prompt_logprobs, scheduled)
+            del self._unfinished[handle]
+        return _StepResults(committed, scheduled, logprobs, prompt_logprobs)
 
-    def _deliver(self, emitted: _Emitted | None) -> dict[int, Outputs]:
+    def _deliver(self, results: _StepResults | None) -> dict[int, Outputs]:
         stats = self.stats()
         self._stats_due = False
         refused, self._refused = self._refused, {}
         found = {}
         for client in self._clients:
-            outputs = _outputs_for(client, emitted) if emitted is not None else _no_outputs()
+            outputs = _no_outputs() if results is None else _outputs_for(client, results)
             outputs.errors = refused.get(client, {})
             outputs.stats = stats
             found[client] = outputs
@@ -301,34 +314,26 @@ def _policy(config: EngineConfig) -> Policy:
     return Fcfs()
 
 
-def _pack(number: int, entry: PositionLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        number=number,
-        width=entry.ids.shape[1],
-        ids=entry.ids.tobytes(),
-        values=entry.values.astype(np.float32, copy=False).tobytes(),
-        ranks=entry.ranks.tobytes(),
-    )
-
-
 def _no_outputs() -> Outputs:
-    return Outputs(numbers=b"", tokens=b"", finished=b"")
+    return Outputs(numbers=np.empty(0, np.int64), tokens=np.empty(0, np.int32), finished=np.empty(0, np.int8))
 
 
-def _outputs_for(client: int, emitted: _Emitted) -> Outputs:
-    committed = emitted.committed
-    mask = (1 << _NUMBER_BITS) - 1
+def _outputs_for(client: int, results: _StepResults) -> Outputs:
+    committed = results.committed
     mine = committed.handles >> _NUMBER_BITS == client
     return Outputs(
-        numbers=(committed.handles[mine] & mask).tobytes(),
-        tokens=committed.tokens[mine].tobytes(),
-        finished=committed.finished[mine].tobytes(),
-        scheduled={h & mask: facts for h, facts in emitted.scheduled.items() if h >> _NUMBER_BITS == client},
-        logprobs=_for_client(emitted.logprobs, client),
-        prompt_logprobs=_for_client(emitted.prompt_logprobs, client),
+        numbers=committed.handles[mine] & _NUMBER_MASK,
+        tokens=committed.tokens[mine],
+        finished=committed.finished[mine],
+        scheduled={
+            handle & _NUMBER_MASK: facts
+            for handle, facts in results.scheduled.items()
+            if handle >> _NUMBER_BITS == client
+        },
+        logprobs=_for_client(results.logprobs, client),
+        prompt_logprobs=_for_client(results.prompt_logprobs, client),
     )
 
 
-def _for_client(entries: list[tuple[int, PositionLogprobs]], client: int) -> list[TokenLogprobs]:
-    mask = (1 << _NUMBER_BITS) - 1
-    return [_pack(handle & mask, entry) for handle, entry in entries if handle >> _NUMBER_BITS == client]
+def _for_client(entries: _Logprobs, client: int) -> _Logprobs:
+    return [(handle & _NUMBER_MASK, entry) for handle, entry in entries if handle >> _NUMBER_BITS == client]

@@ -2,7 +2,8 @@
 
 Started as `python -m enginecore.core.process` with its settings on standard input; the front-end keeps that
 pipe open, and when it closes, because the front-end ended in whatever way, so does this process. It reports
-`Ready` or `Failed` as one line of JSON on standard output, and `Failed` on another if later it cannot go on.
+`EngineLimits` or `Failed` as one line of JSON on standard output, and `Failed` on another if later it cannot go
+on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 import msgspec
 import zmq
 
+from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, OctavoError
 from enginecore.messages import (
@@ -56,8 +58,8 @@ class CoreServer:
     def __init__(self, core: EngineCore, socket: zmq.Socket) -> None:
         self._core = core
         self._socket = socket
-        self._decoder = msgspec.msgpack.Decoder(FrontendMessage)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
+        self._encoder = Encoder()
         self._client_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
 
@@ -65,7 +67,7 @@ class CoreServer:
         """Serve until the core fails.
 
         Raises:
-            EngineDeadError: a worker has ended.
+            EngineDeadError: a step failed, or a worker has ended.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -102,7 +104,7 @@ class CoreServer:
             case ResetPrefixCache():
                 self._core.reset_prefix_cache()
             case Hello():
-                self._send(identity, self._core.ready)
+                self._send(identity, self._core.limits)
 
     def _send(self, identity: bytes, message: CoreMessage) -> None:
         self._socket.send_multipart([identity, self._encoder.encode(message)])
@@ -133,12 +135,15 @@ def main() -> int:
         logger.exception("the engine could not start")
         _report(status, Failed(f"the engine could not start: {type(error).__name__}: {error}"))
         return 1
-    _report(status, core.ready)
+    _report(status, core.limits)
     server = CoreServer(core, socket)
     try:
         server.run()
-    except EngineDeadError as error:
-        failed = Failed(f"the engine has ended: {error}")
+    except Exception as error:
+        if not isinstance(error, EngineDeadError):
+            logger.exception("the engine has ended")
+            error = EngineDeadError(f"the engine has ended: {type(error).__name__}: {error}")
+        failed = Failed(str(error))
         server.fail(failed)
         _report(status, failed)
         return 3

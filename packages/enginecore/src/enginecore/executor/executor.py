@@ -1,4 +1,4 @@
-"""What the core needs of whatever runs its steps."""
+"""Executors: the interface that the core steps over, and the choice of one."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,6 +7,7 @@ import numpy as np
 
 from enginecore.config import EngineConfig
 from enginecore.executor.step import StepInput, StepOutput
+from enginecore.messages import EngineLimits
 
 
 class Executor(Protocol):
@@ -15,13 +16,7 @@ class Executor(Protocol):
     An executor of several processes raises WorkerDied from every call once one of them has ended.
     """
 
-    num_blocks: int
-    host_blocks: int
-    """Blocks of host memory that steps can swap to."""
-    window: int | None
-    """The sliding window that all layers have; None where some layer attends to everything."""
-    max_model_len: int
-    vocab_size: int
+    limits: EngineLimits
     depth: int
     """Steps worth having under way at once: 1 when `submit` does the work itself."""
 
@@ -54,12 +49,12 @@ class Executor(Protocol):
         ...
 
 
-def depth(config: EngineConfig, *, on_cpu: bool) -> int:
+def depth(config: EngineConfig, limits: EngineLimits) -> int:
     """Return how many steps to have under way: one a stage, if there are several stages.
 
     Otherwise, on devices, planning one hides behind the other by default.
     """
     if config.pipeline_parallel_size > 1:
         return config.pipeline_parallel_size
-    overlap = not on_cpu if config.async_scheduling is None else config.async_scheduling
+    overlap = limits.device != "cpu" if config.async_scheduling is None else config.async_scheduling
     return 2 if overlap else 1

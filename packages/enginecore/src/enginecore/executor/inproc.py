@@ -5,6 +5,7 @@ from collections import deque
 import numpy as np
 
 from enginecore.config import EngineConfig
+from enginecore.errors import EngineDeadError
 from enginecore.executor.executor import depth
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.model_files import ModelFiles
@@ -18,21 +19,17 @@ class InprocExecutor:
     descriptors = ()
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        self._worker = Worker(config, files)
+        self._worker: Worker | None = Worker(config, files)
         self._pending: deque[PendingOutput] = deque()
-        self.num_blocks = self._worker.size.num_blocks
-        self.host_blocks = self._worker.size.host_blocks
-        self.window = self._worker.window
-        self.max_model_len = self._worker.size.max_model_len
-        self.vocab_size = self._worker.vocab_size
-        self.depth = depth(config, on_cpu=self._worker.device.type == "cpu")
+        self.limits = self._worker.limits
+        self.depth = depth(config, self.limits)
 
     def check(self) -> None:
         """There is no other process that could end."""
 
     def submit(self, step: StepInput) -> None:
         """Run a step, or on a GPU start it."""
-        self._pending.append(self._worker.run(step))
+        self._pending.append(self._loaded().run(step))
 
     def collect(self) -> StepOutput:
         """Return the oldest step's results."""
@@ -40,9 +37,14 @@ class InprocExecutor:
 
     def expert_loads(self) -> np.ndarray | None:
         """Read the counters on the device."""
-        return self._worker.expert_loads()
+        return self._loaded().expert_loads()
 
     def shutdown(self) -> None:
-        """Drop the model and its cache."""
+        """Drop the model and its cache; a second call does nothing."""
         self._pending.clear()
-        del self._worker
+        self._worker = None
+
+    def _loaded(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._worker

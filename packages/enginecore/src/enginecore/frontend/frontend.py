@@ -1,4 +1,4 @@
-"""What stands between callers and engine cores: checks requests, turns text into ids and ids into text.
+"""A front-end: checks requests and turns text into ids for an engine core, and its outputs into text.
 
 It does no input or output: the same front-end serves an engine in this process and one behind sockets.
 """
@@ -6,17 +6,19 @@ It does no input or output: the same front-end serves an engine in this process 
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
-from enginecore.frontend.output_processor import RequestAssembler, SampleAssembler
+from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
+from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
-from enginecore.frontend.text.logprobs import logprob_rows
-from enginecore.frontend.text.prompts import Prompt, encode_text, read_prompt
+from enginecore.frontend.text.prompts import encode_text, read_prompt
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
 from enginecore.frontend.validation import (
     bad_word_ids,
@@ -25,33 +27,17 @@ from enginecore.frontend.validation import (
     check_prompt,
     output_limit,
 )
-from enginecore.messages import RUNNING, AddRequest, Outputs, Ready, TokenLogprobs, tokens_to_bytes
+from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
 from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
-from enginecore.outputs import Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling_params import SamplingParams
 
-__all__ = ["Frontend", "Prompt", "Received", "Usage"]
 
+class Added(NamedTuple):
+    """A request that was taken."""
 
-class Usage(NamedTuple):
-    """What a finished request took."""
-
-    request_id: str
-    prompt_tokens: int
-    completion_tokens: int
-    """Of all samples, EOS and stop tokens included."""
-    cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
-
-
-class Received(NamedTuple):
-    """What one step's tokens meant for the callers."""
-
-    outputs: list[RequestOutput]
-    abort: list[int]
-    """Numbers whose sample ended in a stop string, which the core does not know: it must drop them."""
-    usages: list[Usage]
-    """Of the requests that finished."""
+    state: RequestState
+    messages: list[AddRequest]
+    """To be sent to a core: one for each sample."""
 
 
 class Frontend:
@@ -75,17 +61,14 @@ class Frontend:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
-        self.limits: Ready | None = None
+        self.limits: EngineLimits | None = None
         """The engine's limits, to be set once its core is ready; no request is taken before."""
         self.sampling_defaults = sampling_defaults(files)
         """What the model recommends for parameters that a request leaves open."""
         self._config = config
-        self._clock = clock
         self._eos_ids = eos_token_ids(files) or _eos_of(tokenizer)
-        self._numbers = itertools.count()
         self._unseeded = itertools.count(config.seed)
-        self._requests: dict[str, RequestAssembler] = {}
-        self._samples: dict[int, SampleAssembler] = {}
+        self._outputs = OutputProcessor(tokenizer, clock)
         self._own_template: ChatTemplate | None = None
         if config.chat_template is not None:
             self._own_template = ChatTemplate(read_template(config.chat_template), tokenizer)
@@ -93,15 +76,28 @@ class Frontend:
     @property
     def unfinished(self) -> int:
         """Requests added and neither finished nor aborted."""
-        return len(self._requests)
+        return len(self._outputs)
 
-    def prepare_prompt(self, prompt: Any, add_special_tokens: bool = True) -> Prompt:
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise RequestError(NO_TOKENIZER)
+        return self.tokenizer
+
+    def prepare_prompt(
+        self, prompt: Any, add_special_tokens: bool = True, *, cache_salt: str | None = None
+    ) -> Prompt:
         """Return a prompt as token ids.
 
         Args:
             prompt: Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with a
-                `cache_salt` or without; or a `Prompt`, which is returned as it is.
+                `cache_salt` or without; or a `Prompt`.
             add_special_tokens: Put around text what the tokenizer puts there, such as BOS.
+            cache_salt: The salt of a prompt that brings none.
 
         Raises:
             RequestError: it is none of these, or it is text and the model has no tokenizer.
@@ -109,10 +105,16 @@ class Frontend:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str):
             self._check_length(text)
-        return read_prompt(prompt, self.tokenizer, add_special_tokens)
+        return _salted(read_prompt(prompt, self.tokenizer, add_special_tokens), cache_salt)
 
     def prepare_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, chat_template: str | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        chat_template: str | None = None,
+        cache_salt: str | None = None,
+        **options: Any,
     ) -> Prompt:
         """Return a conversation as one prompt, which holds just the special tokens that the template writes.
 
@@ -120,6 +122,7 @@ class Frontend:
             messages: Mappings with "role" and "content".
             chat_template: A Jinja template to use in place of the model's. It runs in a sandbox, but may
                 still take long: let only trusted callers give one.
+            cache_salt: Shares cached prefixes only with prompts of the same salt.
             options: Keyword arguments of `ChatTemplate.render`.
 
         Raises:
@@ -132,27 +135,22 @@ class Frontend:
             raise RequestError(
                 "the messages make an empty prompt: it must hold at least one token", "messages"
             )
-        return Prompt(text, ids)
+        return Prompt(text, ids, cache_salt)
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> list[AddRequest]:
-        """Take a request; return what to send to a core: a message for each of its `params.n` samples.
+    def add(self, request: Request) -> Added:
+        """Take a request.
 
         Raises:
             RequestError: it cannot be run as asked; nothing has changed then.
         """
+        prompt, params = request.prompt, request.params
         if self.limits is None:
             raise RequestError("the engine is not ready: its model is still loading")
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} belongs to an unfinished request", "request_id")
-        if priority and self._config.scheduling_policy != "priority":
+        if request.request_id in self._outputs:
+            raise RequestError(
+                f"request id {request.request_id!r} belongs to an unfinished request", "request_id"
+            )
+        if request.priority and self._config.scheduling_policy != "priority":
             policy = self._config.scheduling_policy
             raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
@@ -162,66 +160,33 @@ class Frontend:
         stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]
         stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
         check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
-        request = self._start(request_id, prompt, params)
-        return [
+        state = self._outputs.add(request, self._eos_ids)
+        ids = np.array(prompt.token_ids, np.int32)
+        messages = [
             AddRequest(
                 number=number,
-                prompt=tokens_to_bytes(prompt.token_ids),
-                params=params if sample.index == 0 else _without_prompt_logprobs(params),
-                stop_ids=stop_ids,
+                prompt=ids,
                 max_tokens=max_tokens,
-                seed=self._seed(params, sample.index),
-                cache_salt=prompt.cache_salt if cache_salt is None else cache_salt,
-                priority=priority,
-                bad_words=bad_words,
+                sampling=RowSampling(
+                    params if sample.index == 0 else _without_prompt_logprobs(params),
+                    stop_ids,
+                    bad_words,
+                    self._seed(params, sample.index),
+                ),
+                cache_salt=prompt.cache_salt,
+                priority=request.priority,
             )
-            for number, sample in request.samples.items()
+            for number, sample in state.samples.items()
         ]
+        return Added(state, messages)
 
-    def receive(self, outputs: Outputs) -> Received:
-        """Take one step's tokens; return what callers get to see of it."""
-        for number, (num_cached, _) in outputs.scheduled.items():
-            self._note_first_token(number, num_cached)
-        for entry in outputs.prompt_logprobs:
-            self._note_prompt_logprobs(entry)
-        rows = self._rows_by_number(outputs.logprobs) if outputs.logprobs else {}
-        samples, abort = self._samples, []
-        changed: dict[RequestAssembler, None] = {}
-        numbers, tokens, codes = outputs.columns()
-        for number, token, code in zip(numbers.tolist(), tokens.tolist(), codes.tolist()):
-            sample = samples.get(number)
-            if sample is None:
-                continue  # aborted, or past its stop string
-            if number in rows:
-                sample.append_logprobs(rows[number].pop(0))
-            sample.append(token, code)
-            changed[sample.request] = None
-            if sample.finish_reason is not None:
-                self._close(number)
-                if code == RUNNING:
-                    abort.append(number)
-        for number, message in outputs.errors.items():
-            if number in samples:
-                samples[number].end("error", message)
-                changed[samples[number].request] = None
-                self._close(number)
-        usages = [_usage(request) for request in changed if request.unfinished == 0]
-        return Received([request.output() for request in changed if request.has_output], abort, usages)
+    def process(self, outputs: Outputs) -> Processed:
+        """Take one step's outputs; return what they change for callers."""
+        return self._outputs.process(outputs)
 
     def abort(self, request_id: str) -> list[int]:
         """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return []
-        return [number for number in request.samples if self._samples.pop(number, None) is not None]
-
-    def fail_all(self, message: str) -> list[RequestOutput]:
-        """End every request with an error and forget it; return their last outputs."""
-        failed = list(self._requests.values())
-        for number in list(self._samples):
-            self._samples[number].end("error", message)
-            self._close(number)
-        return [request.output() for request in failed]
+        return self._outputs.abort(request_id)
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that cannot fit before anybody's time is spent on cutting it into tokens."""
@@ -257,53 +222,11 @@ class Frontend:
             return next(self._unseeded)
         return (params.seed + index + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
 
-    def _start(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestAssembler:
-        request = RequestAssembler(
-            request_id,
-            prompt,
-            params,
-            self._eos_ids,
-            RequestMetrics(arrival_time=self._clock()),
-            unfinished=params.n,
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        )
-        for index in range(params.n):
-            request.samples[next(self._numbers)] = SampleAssembler(request, index, self.tokenizer)
-        self._samples |= request.samples
-        self._requests[request_id] = request
-        return request
 
-    def _close(self, number: int) -> None:
-        request = self._samples.pop(number).request
-        request.unfinished -= 1
-        if request.unfinished == 0:
-            request.metrics.finished_time = self._clock()
-            del self._requests[request.request_id]
-
-    def _note_first_token(self, number: int, num_cached: int) -> None:
-        sample = self._samples.get(number)
-        if sample is not None:
-            request = sample.request
-            if sample.index == 0:
-                request.num_cached_tokens = num_cached
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = self._clock()
-
-    def _note_prompt_logprobs(self, entry: TokenLogprobs) -> None:
-        sample = self._samples.get(entry.number)
-        if sample is not None and sample.request.prompt_logprobs is not None:
-            sample.request.prompt_logprobs += self._rows(entry, sample)
-
-    def _rows_by_number(self, entries: list[TokenLogprobs]) -> dict[int, list[dict[int, Logprob]]]:
-        found: dict[int, list[dict[int, Logprob]]] = {}
-        for entry in entries:
-            sample = self._samples.get(entry.number)
-            if sample is not None:
-                found.setdefault(entry.number, []).extend(self._rows(entry, sample))
-        return found
-
-    def _rows(self, entry: TokenLogprobs, sample: SampleAssembler) -> list[dict[int, Logprob]]:
-        return logprob_rows(entry, self.tokenizer if sample.request.params.detokenize else None)
+def _salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    if cache_salt is None or prompt.cache_salt is not None:
+        return prompt
+    return replace(prompt, cache_salt=cache_salt)
 
 
 @lru_cache(maxsize=16)
@@ -321,12 +244,3 @@ def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
     if params.prompt_logprobs is None:
         return params
     return msgspec.structs.replace(params, prompt_logprobs=None)
-
-
-def _usage(request: RequestAssembler) -> Usage:
-    return Usage(
-        request.request_id,
-        len(request.prompt.token_ids),
-        sum(sample.num_tokens for sample in request.samples.values()),
-        request.num_cached_tokens or 0,
-    )

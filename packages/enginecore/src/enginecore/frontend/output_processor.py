@@ -1,23 +1,29 @@
-"""From sampled ids to what a caller reads: text, stop strings, log probabilities, finish reasons."""
+"""The output processor: sampled ids to text, stop strings, log probabilities and finish reasons."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
+from enginecore.frontend.request import Request
 from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
-from enginecore.frontend.text.prompts import Prompt
 from enginecore.frontend.text.stop import StopMatcher
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.messages import FINISH_REASONS, RUNNING, STOP
+from enginecore.messages import FINISH_REASONS, RUNNING, STOP, Outputs, PositionLogprobs
 from enginecore.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from enginecore.sampling_params import RequestOutputKind, SamplingParams
+from enginecore.sampling_params import RequestOutputKind
+
+LogprobRow = dict[int, Logprob]
+"""Candidates at one position by token id: the actual token first, then the most likely ones."""
 
 
-class SampleAssembler:
+class SampleState:
     """One sample of a request while it runs."""
 
     __slots__ = (
         "_detokenizer",
         "_matcher",
+        "_params",
         "_pieces",
         "_push",
         "changed",
@@ -31,9 +37,10 @@ class SampleAssembler:
         "token_ids",
     )
 
-    def __init__(self, request: "RequestAssembler", index: int, tokenizer: Tokenizer | None) -> None:
-        params = request.params
+    def __init__(self, request: "RequestState", index: int, tokenizer: Tokenizer | None) -> None:
+        params = request.request.params
         self.request = request
+        self._params = params
         self.index = index
         self.token_ids: list[int] = []
         """All tokens so far; with DELTA, those since the last output."""
@@ -48,7 +55,7 @@ class SampleAssembler:
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, params.skip_special_tokens, request.prompt.token_ids
+                tokenizer, params.skip_special_tokens, request.request.prompt.token_ids
             )
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         # Text that nobody looks at before the end is made at the end, at once.
@@ -82,7 +89,7 @@ class SampleAssembler:
         text = "".join(self._pieces)
         token_ids, logprobs = self.token_ids, self.logprobs
         self.changed = False
-        if self.request.params.output_kind is RequestOutputKind.DELTA:
+        if self._params.output_kind is RequestOutputKind.DELTA:
             self._pieces, self.token_ids = [], []
             self.logprobs = None if logprobs is None else []
         elif self.finish_reason is None:
@@ -99,12 +106,11 @@ class SampleAssembler:
         )
 
     def _finish(self, token: int, code: int) -> None:
-        params = self.request.params
         self.finish_reason = FINISH_REASONS[code]
-        if code == STOP and (params.ignore_eos or token not in self.request.eos_ids):
+        if code == STOP and (self._params.ignore_eos or token not in self.request.eos_ids):
             self.stop_reason = token
         untold = [token] if self._push is not None else self.token_ids
-        hides_last = code == STOP and not params.include_stop_str_in_output
+        hides_last = code == STOP and not self._params.include_stop_str_in_output
         self._end_text(untold[:-1] if hides_last else untold)
 
     def _end_text(self, ids: Sequence[int]) -> None:
@@ -113,7 +119,7 @@ class SampleAssembler:
 
     def _show(self, text: str, *, last: bool = False) -> None:
         if self._matcher is not None:
-            armed = self.num_tokens > self.request.params.min_tokens
+            armed = self.num_tokens > self._params.min_tokens
             text, stop = self._matcher.push(text, armed)
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
@@ -122,40 +128,191 @@ class SampleAssembler:
         self._pieces.append(text)
 
 
-@dataclass(slots=True, eq=False)
-class RequestAssembler:
-    """A request while it runs."""
+class RequestState:
+    """An unfinished request: its samples, and what its caller has not seen yet.
 
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    eos_ids: Collection[int]
-    metrics: RequestMetrics
-    samples: dict[int, SampleAssembler] = field(default_factory=dict)
-    """By number, in the order of their index."""
-    unfinished: int = 0
-    num_cached_tokens: int | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    `output` may be called at any time: with DELTA it returns all that came since the last call, so a caller
+    that reads slowly gets fewer and longer deltas.
+    """
+
+    __slots__ = (
+        "eos_ids",
+        "last_token_time",
+        "metrics",
+        "num_cached_tokens",
+        "prompt_logprobs",
+        "request",
+        "samples",
+        "unfinished",
+    )
+
+    def __init__(self, request: Request, eos_ids: Collection[int], arrival: float) -> None:
+        """`arrival` is in seconds since the epoch."""
+        self.request = request
+        self.eos_ids = eos_ids
+        self.metrics = RequestMetrics(arrival_time=arrival)
+        self.last_token_time: float | None = None
+        self.samples: dict[int, SampleState] = {}
+        """By number, in the order of their index."""
+        self.unfinished = request.params.n
+        """Samples that have not finished."""
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: list[LogprobRow | None] | None = (
+            None if request.params.prompt_logprobs is None else [None]
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.unfinished == 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why a sample could not be run; None if that has not happened."""
+        failed = (sample for sample in self.samples.values() if sample.finish_reason == "error")
+        return next((str(sample.stop_reason) for sample in failed), None)
 
     @property
     def has_output(self) -> bool:
         """Whether the caller wants to hear of the request as it is now."""
-        return self.unfinished == 0 or self.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        return self.finished or self.request.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     def output(self) -> RequestOutput:
         """Return the request as its output kind wants it."""
-        is_delta = self.params.output_kind is RequestOutputKind.DELTA
+        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
         samples = [sample for sample in self.samples.values() if sample.changed or not is_delta]
         prompt_logprobs = self.prompt_logprobs
         if is_delta:
             self.prompt_logprobs = None
         return RequestOutput(
-            self.request_id,
-            self.prompt.text,
-            self.prompt.token_ids,
+            self.request.request_id,
+            self.request.prompt.text,
+            self.request.prompt.token_ids,
             [sample.output() for sample in samples],
-            self.unfinished == 0,
+            self.finished,
             self.num_cached_tokens,
             prompt_logprobs,
             self.metrics,
         )
+
+
+class Processed(NamedTuple):
+    """Effects of one step's outputs."""
+
+    changed: list[RequestState]
+    """Requests that got a token or ended."""
+    stopped: list[int]
+    """Numbers whose sample ended in a stop string, which the core does not know: it must drop them."""
+
+
+class OutputProcessor:
+    """Holds a front-end's unfinished requests and turns each step's outputs into what callers get."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives seconds since the epoch."""
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._requests: dict[str, RequestState] = {}
+        self._samples: dict[int, SampleState] = {}
+
+    def __len__(self) -> int:
+        """Unfinished requests."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self._requests
+
+    def add(self, request: Request, eos_ids: Collection[int]) -> RequestState:
+        """Take a request, whose id no unfinished one has, and number its samples."""
+        state = RequestState(request, eos_ids, self._clock())
+        for index in range(request.params.n):
+            state.samples[next(self._numbers)] = SampleState(state, index, self._tokenizer)
+        self._samples |= state.samples
+        self._requests[request.request_id] = state
+        return state
+
+    def process(self, outputs: Outputs) -> Processed:
+        """Take one step's outputs; numbers that are not known are passed over: they were aborted."""
+        for number, (num_cached, _) in outputs.scheduled.items():
+            sample = self._samples.get(number)
+            if sample is not None and sample.index == 0:
+                sample.request.num_cached_tokens = num_cached
+        for number, entry in outputs.prompt_logprobs:
+            self._add_prompt_logprobs(number, entry)
+        logprobs = self._rows_by_number(outputs.logprobs)
+        changed: dict[RequestState, None] = {}
+        stopped: list[int] = []
+        columns = outputs.numbers.tolist(), outputs.tokens.tolist(), outputs.finished.tolist()
+        for number, token, code in zip(*columns, strict=True):
+            sample = self._samples.get(number)
+            if sample is None:
+                continue  # aborted, or past its stop string
+            if number in logprobs:
+                sample.append_logprobs(logprobs[number].pop(0))
+            sample.append(token, code)
+            changed[sample.request] = None
+            if sample.finish_reason is not None:
+                self._finish(number)
+                if code == RUNNING:
+                    stopped.append(number)
+        self._note_first_tokens(changed)
+        for number, message in outputs.errors.items():
+            sample = self._samples.get(number)
+            if sample is not None:
+                sample.end("error", message)
+                changed[sample.request] = None
+                self._finish(number)
+        return Processed(list(changed), stopped)
+
+    def abort(self, request_id: str) -> list[int]:
+        """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return []
+        return [number for number in state.samples if self._samples.pop(number, None) is not None]
+
+    def _finish(self, number: int) -> None:
+        state = self._samples.pop(number).request
+        state.unfinished -= 1
+        if state.finished:
+            state.metrics.finished_time = self._clock()
+            del self._requests[state.request.request_id]
+
+    def _note_first_tokens(self, changed: Mapping[RequestState, None]) -> None:
+        for state in changed:
+            if state.metrics.first_token_time is None:
+                state.metrics.first_token_time = self._clock()
+
+    def _add_prompt_logprobs(self, number: int, entry: PositionLogprobs) -> None:
+        sample = self._samples.get(number)
+        if sample is not None and sample.request.prompt_logprobs is not None:
+            sample.request.prompt_logprobs += self._rows(entry, sample)
+
+    def _rows_by_number(self, entries: Sequence[tuple[int, PositionLogprobs]]) -> dict[int, list[LogprobRow]]:
+        found: dict[int, list[LogprobRow]] = {}
+        for number, entry in entries:
+            sample = self._samples.get(number)
+            if sample is not None:
+                found.setdefault(number, []).extend(self._rows(entry, sample))
+        return found
+
+    def _rows(self, entry: PositionLogprobs, sample: SampleState) -> list[LogprobRow]:
+        return logprob_rows(entry, self._tokenizer if sample.request.request.params.detokenize else None)
+
+
+def logprob_rows(entry: PositionLogprobs, tokenizer: Tokenizer | None) -> list[LogprobRow]:
+    """Return one dict a position: the actual token first, then the most likely ones by rank.
+
+    An actual token that is among the most likely stands once. `decoded_token` is the token's text as it
+    stands in a text, or None without a tokenizer.
+    """
+    rows = []
+    for tokens, logprobs, rank in zip(entry.ids.tolist(), entry.values.tolist(), entry.ranks.tolist()):
+        row: LogprobRow = {}
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs)):
+            if token not in row:
+                text = None if tokenizer is None else tokenizer.token_text(token)
+                row[token] = Logprob(logprob, place or rank, text)
+        rows.append(row)
+    return rows

@@ -1,14 +1,14 @@
-"""What a request must fulfil before an engine core gets to see it."""
+"""Validation of a request against the loaded model, before an engine core sees it."""
 
 from collections.abc import Sequence
 
 from enginecore.errors import RequestError
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.messages import Ready
+from enginecore.messages import EngineLimits
 from enginecore.sampling_params import SamplingParams, check_vocabulary
 
 
-def check_prompt(ids: Sequence[int], limits: Ready) -> None:
+def check_prompt(ids: Sequence[int], limits: EngineLimits) -> None:
     """Raise RequestError when a prompt is empty or holds an id that is not one of the model's."""
     if not ids:
         raise RequestError("the prompt is empty: it must hold at least one token", "prompt")
@@ -20,7 +20,7 @@ def check_prompt(ids: Sequence[int], limits: Ready) -> None:
         )
 
 
-def output_limit(num_prompt: int, params: SamplingParams, limits: Ready) -> int:
+def output_limit(num_prompt: int, params: SamplingParams, limits: EngineLimits) -> int:
     """Return how many tokens a request may generate: `params.max_tokens`, or all there is room for.
 
     Raises:
@@ -47,7 +47,7 @@ def output_limit(num_prompt: int, params: SamplingParams, limits: Ready) -> int:
 
 
 def check_params(
-    params: SamplingParams, limits: Ready, *, max_logprobs: int, tokenizer: Tokenizer | None
+    params: SamplingParams, limits: EngineLimits, *, max_logprobs: int, tokenizer: Tokenizer | None
 ) -> None:
     """Raise RequestError when parameters name ids the model lacks, too many logprobs, or text without a
     tokenizer. A `max_logprobs` of -1 is no limit."""

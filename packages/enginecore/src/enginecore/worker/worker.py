@@ -14,6 +14,7 @@ from collectives import Communicator, Communicators, LocalCommunicator
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.executor.step import StepInput
+from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.families import decoder_spec
@@ -63,7 +64,6 @@ class Worker:
         spec = decoder_spec(files.config)
         self.dtype = pick_dtype(config.dtype, files, self.device)
         limit = config.max_model_len or spec.max_position
-        self.vocab_size = spec.vocab_size
         self.is_output = comms.tp.rank == 0 and comms.pp.rank == comms.pp.size - 1
         """Whether this rank, of all, has the results of steps."""
         self._comms = comms
@@ -87,20 +87,27 @@ class Worker:
         available = self._available(config, layout, local_size)
         self._model.reset_expert_loads()  # what was run to measure memory does not count
         own = cache_size(config, layout, spec.max_position, available)
-        self.size = agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
-        self.window = _common_window(spec.windows)
-        host_blocks = self.size.host_blocks
+        size = agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
+        self.limits = EngineLimits(
+            max_model_len=size.max_model_len,
+            vocab_size=spec.vocab_size,
+            num_blocks=size.num_blocks,
+            block_size=config.block_size,
+            host_blocks=size.host_blocks,
+            window=_common_window(spec.windows),
+            device=self.device.type,
+        )
         self._runner = Runner(
             self._model,
-            allocate(layout, self.size.num_blocks, self.device),
-            allocate(layout, host_blocks, "cpu") if host_blocks else None,
+            allocate(layout, size.num_blocks, self.device),
+            allocate(layout, size.host_blocks, "cpu") if size.host_blocks else None,
             comms.tp,
             comms.pp,
             dtype=self.dtype,
             max_rows=config.max_num_seqs,
-            max_len=self.size.max_model_len + 1,
+            max_len=size.max_model_len + 1,
         )
-        progress(f"KV cache of {self.size.num_blocks} blocks allocated")
+        progress(f"KV cache of {size.num_blocks} blocks allocated")
 
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; see `Runner.run`."""

@@ -1,1 +1,71 @@
 """OpenAI's completion and chat formats: request bodies in, answers out. Plain dicts, no web framework."""
+
+from enginecore.frontend.openai.answers import (
+    Head,
+    NoVocabulary,
+    Vocabulary,
+    chat_answer,
+    chat_logprobs,
+    completion_answer,
+    completion_logprobs,
+    echoed_text,
+    error_answer,
+    usage,
+    without_new_tokens,
+)
+from enginecore.frontend.openai.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Integer,
+    convert,
+    decode,
+)
+from enginecore.frontend.openai.conversion import (
+    chat_params,
+    check_choices,
+    completion_params,
+    completion_prompts,
+    fit_default,
+    template_options,
+)
+from enginecore.frontend.openai.validation import (
+    ModelNotFound,
+    check_messages,
+    check_template_kwargs,
+    model_name,
+    read_chat,
+    read_completion,
+)
+
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "Head",
+    "Integer",
+    "ModelNotFound",
+    "NoVocabulary",
+    "Vocabulary",
+    "chat_answer",
+    "chat_logprobs",
+    "chat_params",
+    "check_choices",
+    "check_messages",
+    "check_template_kwargs",
+    "completion_answer",
+    "completion_logprobs",
+    "completion_params",
+    "completion_prompts",
+    "convert",
+    "decode",
+    "echoed_text",
+    "error_answer",
+    "fit_default",
+    "model_name",
+    "read_chat",
+    "read_completion",
+    "template_options",
+    "usage",
+    "without_new_tokens",
+]

@@ -4,6 +4,7 @@ A null counts as absent and an unknown field is ignored.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -51,16 +52,6 @@ class Body(msgspec.Struct, kw_only=True):
     priority: Integer | None = None
     cache_salt: str | None = None
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    logits_processors: Any = None
-    use_beam_search: Any = None
-    truncate_prompt_tokens: Any = None
-
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -82,8 +73,6 @@ class CompletionBody(Body, kw_only=True):
     logprobs: Integer | None = None
     add_special_tokens: bool | None = None
     best_of: Integer | None = None
-    suffix: str | None = None
-    prompt_embeds: Any = None
 
     @property
     def prompt_alone(self) -> bool:
@@ -103,50 +92,39 @@ class ChatBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    add_special_tokens: Any = None
-    echo: Any = None
-
-
-class _Named(msgspec.Struct):
-    model: Any = None
-
 
 AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
 
 
-def named_model(raw: bytes | msgspec.Raw) -> Any:
-    """Return the body's `model`, None when it has none.
+def decode(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object that `raw` holds.
 
     Raises:
-        RequestError: `raw` is no JSON object.
-    """
-    return decode(raw, _Named).model
-
-
-def decode(raw: bytes | msgspec.Raw, kind: type[AnyBody]) -> AnyBody:
-    """Return `raw` as a struct of type `kind`.
-
-    Raises:
-        RequestError: `raw` is not valid JSON, or a field has the wrong type.
+        RequestError: `raw` is not valid JSON, or no object.
     """
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=dict[str, Any])
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+def convert(fields: Mapping[str, Any], kind: type[AnyBody]) -> AnyBody:
+    """Return the object `fields` as a struct of type `kind`.
+
+    Raises:
+        RequestError: a field is missing or has the wrong type.
+    """
+    try:
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         where = path.rstrip("`") or _quoted_name(message)
         field = re.split(r"[.\[]", where)[0] if where else None
         raise RequestError(f"{where}: {message}" if path else message, field) from error
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
 
 
 def _quoted_name(message: str) -> str:

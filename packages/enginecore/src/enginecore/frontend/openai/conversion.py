@@ -1,4 +1,4 @@
-"""What bodies mean to the engine: prompts, sampling parameters, options of the chat template."""
+"""Conversion of bodies to prompts, sampling parameters and options of the chat template."""
 
 import re
 from collections.abc import Mapping

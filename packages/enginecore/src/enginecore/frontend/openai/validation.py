@@ -1,18 +1,49 @@
-"""Read bodies and refuse, by name, what this version cannot do.
+"""Validation of bodies, and the fields that this version refuses by name."""
 
-A field passes when its value asks for nothing, as `tools: []` and `response_format: {"type": "text"}` do.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from enginecore.errors import RequestError
-from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody, decode, named_model
+from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody, convert
 
 MAX_N = 128
 """Most samples of one prompt, as in OpenAI's API."""
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+}
+"""Fields that are refused by both routes, unless they are null or have one of these values."""
+
+_REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_embeds": ()}
+
+_REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": ([], ["text"]),
+    "audio": (),
+    "echo": (False,),
+    "chat_template": (),
+    "add_special_tokens": (False,),
+}
+
+_REASONS = {
+    "response_format": 'response_format: only {"type": "text"} is supported by this version',
+    "tools": 'tools are not supported by this version; tool_choice "none" asks for plain text',
+    "tool_choice": "tool_choice needs tools, which this version does not support",
+    "chat_template": "a request may not bring its own chat_template",
+    "add_special_tokens": "add_special_tokens must be false: the chat template writes them",
+}
+"""What is said of a refused field where "not supported" would not do."""
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -21,16 +52,15 @@ class ModelNotFound(RequestError):
     """A request names a model that is not the one here."""
 
 
-def model_name(raw: bytes | msgspec.Raw, names: Sequence[str]) -> str:
+def model_name(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the name that the answer to a body carries: the one it names, or the first of `names`.
 
     It is looked at before any other field, so a wrong model is told as such whatever else is wrong.
 
     Raises:
         ModelNotFound: the body names none of `names`.
-        RequestError: the body is no JSON object.
     """
-    requested = named_model(raw)
+    requested = fields.get("model")
     if requested is None:
         return names[0]
     if not isinstance(requested, str):
@@ -40,16 +70,15 @@ def model_name(raw: bytes | msgspec.Raw, names: Sequence[str]) -> str:
     return requested
 
 
-def read_completion(raw: bytes | msgspec.Raw, max_logprobs: int) -> CompletionBody:
+def read_completion(fields: Mapping[str, Any], max_logprobs: int) -> CompletionBody:
     """Return a checked completions body; at most `max_logprobs` logprobs a token (-1: no limit).
 
     Raises:
         RequestError: with the field at fault as its `param`.
     """
-    body = decode(raw, CompletionBody)
-    _check_shared(body, max_logprobs)
-    _refuse("suffix", body.suffix, "")
-    _refuse("prompt_embeds", body.prompt_embeds)
+    body = convert(fields, CompletionBody)
+    _refuse(fields, _REFUSED_COMPLETION)
+    _check_shared(fields, body, max_logprobs)
     if body.best_of is not None and body.best_of != body.samples:
         raise RequestError(
             f"best_of must equal n={body.samples} (choosing among more samples is not supported),"
@@ -60,26 +89,16 @@ def read_completion(raw: bytes | msgspec.Raw, max_logprobs: int) -> CompletionBo
     return body
 
 
-def read_chat(raw: bytes | msgspec.Raw, max_logprobs: int) -> ChatBody:
+def read_chat(fields: Mapping[str, Any], max_logprobs: int) -> ChatBody:
     """Return a checked chat body; at most `max_logprobs` logprobs a token (-1: no limit).
 
     Raises:
         RequestError: with the field at fault as its `param`.
     """
-    body = decode(raw, ChatBody)
-    _check_shared(body, max_logprobs)
-    _refuse_tools(body)
-    _refuse("functions", body.functions, [])
-    _refuse("function_call", body.function_call, "none", "auto")
-    _refuse("modalities", body.modalities, [], ["text"])
-    _refuse("audio", body.audio)
-    _refuse("echo", body.echo, False)
-    if body.chat_template is not None:
-        raise RequestError("a request may not bring its own chat_template", "chat_template")
-    if body.add_special_tokens not in (None, False):
-        raise RequestError(
-            "add_special_tokens must be false: the chat template writes them", "add_special_tokens"
-        )
+    body = convert(fields, ChatBody)
+    ignored = {"tools"} if fields.get("tool_choice") == "none" else set()
+    _refuse(fields, _REFUSED_CHAT, ignored)
+    _check_shared(fields, body, max_logprobs)
     check_template_kwargs(body.chat_template_kwargs)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -96,7 +115,7 @@ def _check_logprobs(name: str, value: int | None, limit: int) -> None:
         raise RequestError(f"{name} must be {allowed}, got {value}", name)
 
 
-def _check_shared(body: Body, max_logprobs: int) -> None:
+def _check_shared(fields: Mapping[str, Any], body: Body, max_logprobs: int) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
@@ -106,31 +125,16 @@ def _check_shared(body: Body, max_logprobs: int) -> None:
         raise RequestError(f"n must be at most {MAX_N}, got {body.n}", "n")
     if body.cache_salt == "":
         raise RequestError("cache_salt must not be empty", "cache_salt")
-    if body.response_format not in (None, {"type": "text"}):
-        raise RequestError(
-            'response_format: only {"type": "text"} is supported by this version', "response_format"
-        )
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        _refuse(name, getattr(body, name))
-    _refuse("logits_processors", body.logits_processors, [])
-    _refuse("use_beam_search", body.use_beam_search, False)
-    _refuse("truncate_prompt_tokens", body.truncate_prompt_tokens)
+    _refuse(fields, _REFUSED)
 
 
-def _refuse_tools(body: ChatBody) -> None:
-    if body.tool_choice == "none":
-        return
-    if body.tools not in (None, []):
-        raise RequestError(
-            'tools are not supported by this version; tool_choice "none" asks for plain text', "tools"
-        )
-    if body.tool_choice not in (None, "auto"):
-        raise RequestError("tool_choice needs tools, which this version does not support", "tool_choice")
-
-
-def _refuse(name: str, value: Any, *harmless: Any) -> None:
-    if value is not None and value not in harmless:
-        raise RequestError(f"{name} is not supported by this version", name)
+def _refuse(
+    fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]], ignored: Collection[str] = ()
+) -> None:
+    for name, harmless in refused.items():
+        value = fields.get(name)
+        if value is not None and value not in harmless and name not in ignored:
+            raise RequestError(_REASONS.get(name, f"{name} is not supported by this version"), name)
 
 
 def check_template_kwargs(given: dict[str, Any] | None) -> None:

@@ -2,25 +2,14 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from enginecore.errors import RequestError
+from enginecore.frontend.request import Prompt
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
 
 _FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as the engine takes it."""
-
-    text: str | None
-    """None when the caller gave token ids only."""
-    token_ids: list[int]
-    cache_salt: str | None = None
-    """Shares cached prefixes only with prompts of the same salt."""
 
 
 PromptInput = str | Sequence[int] | Mapping[str, Any] | Prompt

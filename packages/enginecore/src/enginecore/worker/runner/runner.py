@@ -1,15 +1,18 @@
-"""Runs steps: applies deltas to the rows, runs the model over the batch, samples."""
+"""The runner: applies a step's deltas to its rows, runs the model over the batch, samples."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from collectives import Communicator
-from enginecore.executor.step import BlockCopies, PositionLogprobs, StepInput, StepOutput
+from enginecore.executor.step import StepInput, StepOutput
+from enginecore.messages import PositionLogprobs
 from enginecore.worker.models.decoder import Decoder
+from enginecore.worker.runner.buffers import InputBuffers
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
-from enginecore.worker.runner.rows import Rows
-from enginecore.worker.sampling.sampler import sample, token_logprobs
+from enginecore.worker.sampling.sampler import position_logprobs, sample
+from enginecore.worker.sampling.state import SamplingState
+from kvblocks import BlockCopies, CopyList
 from pagedattn import copy_blocks
 
 
@@ -21,7 +24,7 @@ class PendingOutput:
         step: int,
         tokens: Tensor,
         logprobs: dict[int, PositionLogprobs],
-        prompt_logprobs: list[PositionLogprobs],
+        prompt_logprobs: dict[int, PositionLogprobs],
     ) -> None:
         self._step = step
         self._tokens = tokens.to(torch.int32).to("cpu", non_blocking=True)
@@ -70,24 +73,23 @@ class Runner:
         self._cache = cache
         self._host_cache = host_cache
         self._block_size = cache.shape[-2]
-        self._rows = Rows(max_rows, max_len, -(-max_len // self._block_size), cache.device)
+        self._buffers = InputBuffers(max_rows, max_len, -(-max_len // self._block_size), cache.device)
+        self._sampling = SamplingState(max_rows)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; its results are those of the plan's sampling rows, in the plan's order."""
-        state = self._rows
-        if step.copies is not None:
-            self._copy_blocks(step.copies)
-        state.apply(step)
-        if not len(step.rows):
+        self._apply(step)
+        plan = step.plan
+        if not len(plan.rows):
             return _nothing(step)
         inputs = build_inputs(
-            step.rows,
-            step.starts,
-            step.counts,
-            tokens=state.tokens,
-            block_tables=state.block_tables,
-            host_tables=state.host_tables,
+            plan.rows,
+            plan.starts,
+            plan.counts,
+            tokens=self._buffers.tokens,
+            block_tables=self._buffers.block_tables,
+            host_tables=self._buffers.host_tables,
             block_size=self._block_size,
         )
         hidden = self._hidden(inputs)
@@ -97,6 +99,18 @@ class Runner:
         prompt_logprobs = self._prompt_logprobs(step, inputs, hidden)
         return self._sample(step, inputs, hidden, prompt_logprobs)
 
+    def _apply(self, step: StepInput) -> None:
+        """Bring rows and cache to the state that the step starts from."""
+        if step.sampled is not None:
+            self._buffers.append_from_host(step.sampled)
+        if step.copies.num_blocks:
+            self._swap_blocks(step.copies)
+        self._sampling.free(step.plan.freed.tolist())
+        for admitted, sampling in zip(step.plan.admitted, step.sampling, strict=True):
+            self._buffers.fill(admitted)
+            self._sampling.set(admitted.row, admitted.num_prompt, sampling)
+        self._buffers.change_tables(step.changes)
+
     def _hidden(self, inputs: ModelInputs) -> Tensor:
         """Run this stage's layers."""
         x = inputs.ids
@@ -105,63 +119,63 @@ class Runner:
             x = self._pp.recv(torch.empty(shape, dtype=self._dtype, device=x.device), self._pp.rank - 1)
         return self._model(x, inputs.positions, self._cache, inputs.batch)
 
-    def _copy_blocks(self, copies: BlockCopies) -> None:
-        """Move blocks of all layers between device and host, then within the device."""
-        cache, host = self._cache, self._host_cache
-        if host is not None:
-            copy_blocks(cache, host, _pairs(copies.out_sources, copies.out_destinations))
-            copy_blocks(host, cache, _pairs(copies.in_sources, copies.in_destinations))
-        copy_blocks(cache, cache, _pairs(copies.sources, copies.destinations))
+    def _swap_blocks(self, copies: BlockCopies) -> None:
+        """Copy blocks of all layers from the device to the host, then from the host to the device."""
+        assert self._host_cache is not None, "there is no host cache to swap with"
+        copy_blocks(self._cache, self._host_cache, _pairs(copies.swap_out))
+        copy_blocks(self._host_cache, self._cache, _pairs(copies.swap_in))
 
     def _sample(
-        self, step: StepInput, inputs: ModelInputs, hidden: Tensor, prompt_logprobs: list[PositionLogprobs]
+        self,
+        step: StepInput,
+        inputs: ModelInputs,
+        hidden: Tensor,
+        prompt_logprobs: dict[int, PositionLogprobs],
     ) -> PendingOutput:
-        picked = np.flatnonzero(step.samples)
+        plan = step.plan
+        picked = np.flatnonzero(plan.samples)
         if not len(picked):
-            return PendingOutput(step.step, torch.empty(0, dtype=torch.int32), {}, prompt_logprobs)
+            return PendingOutput(plan.step, torch.empty(0, dtype=torch.int32), {}, prompt_logprobs)
         place = np.empty(len(inputs.order), np.int64)
         place[inputs.order] = np.arange(len(inputs.order))
         last = inputs.last[torch.from_numpy(place[picked]).to(hidden.device, non_blocking=True)]
         logits = self._model.logits(hidden[last])
-        rows = step.rows[picked]
-        lengths = step.starts[picked] + step.counts[picked]
+        rows = plan.rows[picked]
+        lengths = plan.starts[picked] + plan.counts[picked]
         if self._tp.rank == 0:
-            tokens, logprobs = sample(logits, rows, lengths, self._rows)
+            tokens, logprobs = sample(logits, rows, lengths, self._buffers.tokens, self._sampling)
         else:
             tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=logits.device), {}
         tokens = self._tp.broadcast(tokens)
-        self._rows.append(rows, lengths, tokens)
-        return PendingOutput(step.step, tokens, logprobs, prompt_logprobs)
+        self._buffers.append(rows, lengths, tokens)
+        return PendingOutput(plan.step, tokens, logprobs, prompt_logprobs)
 
     def _prompt_logprobs(
         self, step: StepInput, inputs: ModelInputs, hidden: Tensor
-    ) -> list[PositionLogprobs]:
-        state = self._rows
-        asked = np.flatnonzero(state.prompt_logprobs[step.rows] > -2)
-        found = []
-        for index in asked.tolist():
-            row, start = int(step.rows[index]), int(step.starts[index])
-            end = min(start + int(step.counts[index]), int(state.num_prompt[row]) - 1)
-            first = max(start, int(state.prompt_logprobs_from[row]))
+    ) -> dict[int, PositionLogprobs]:
+        """Return the log probabilities of the prompt tokens that this step's positions predict, by row."""
+        plan, state = step.plan, self._sampling
+        found: dict[int, PositionLogprobs] = {}
+        for index in np.flatnonzero(state.prompt_logprobs[plan.rows] > -2).tolist():
+            row, start = int(plan.rows[index]), int(plan.starts[index])
+            end = min(start + int(plan.counts[index]), int(state.num_prompt[row]) - 1)
+            first = max(start, int(state.prompt_logprobs_done[row]))
             if first >= end:
                 continue
             place = int(np.flatnonzero(inputs.order == index)[0])
             offset = int(inputs.query_starts[place]) - start
             logits = self._model.logits(hidden[offset + first : offset + end])
-            state.prompt_logprobs_from[row] = end
-            if self._tp.rank != 0:
-                continue
-            logprobs = logits.float().log_softmax(-1)
-            actual = state.tokens[row, first + 1 : end + 1].long()
-            parts = token_logprobs(logprobs, actual, int(state.prompt_logprobs[row]))
-            ids, values, ranks = (part.cpu().numpy() for part in parts)
-            found.append(PositionLogprobs(row, ids.astype(np.int32), values, ranks.astype(np.int32)))
+            state.prompt_logprobs_done[row] = end
+            if self._tp.rank == 0:
+                logprobs = logits.float().log_softmax(-1)
+                actual = self._buffers.tokens[row, first + 1 : end + 1].long()
+                found[row] = position_logprobs(logprobs, actual, int(state.prompt_logprobs[row]))
         return found
 
 
 def _nothing(step: StepInput) -> PendingOutput:
-    return PendingOutput(step.step, torch.empty(0, dtype=torch.int32), {}, [])
+    return PendingOutput(step.plan.step, torch.empty(0, dtype=torch.int32), {}, {})
 
 
-def _pairs(sources: np.ndarray, destinations: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.stack([sources, destinations], axis=1).astype(np.int64))
+def _pairs(copies: CopyList) -> Tensor:
+    return torch.from_numpy(np.stack(copies, axis=1).astype(np.int64))

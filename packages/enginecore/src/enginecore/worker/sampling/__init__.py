@@ -1,1 +1,1 @@
-"""Sampling: parameters (without torch) and the sampler (with it)."""
+"""The sampler and the settings it reads; it knows nothing of steps or of the runner."""

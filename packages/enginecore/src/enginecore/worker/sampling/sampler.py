@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from enginecore.executor.step import PositionLogprobs
-from enginecore.worker.runner.rows import Rows
-from enginecore.worker.sampling.processors import apply_extras, apply_penalties
+from enginecore.messages import PositionLogprobs
+from enginecore.worker.sampling.processors import apply_constraints, apply_penalties
+from enginecore.worker.sampling.state import SamplingState
 from pagedattn import top_k_top_p_sample
 
 
@@ -19,27 +19,29 @@ class Sampled(NamedTuple):
     logprobs: dict[int, PositionLogprobs]
 
 
-def sample(logits: Tensor, rows: np.ndarray, lengths: np.ndarray, state: Rows) -> Sampled:
+def sample(
+    logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor, state: SamplingState
+) -> Sampled:
     """Choose a token for each row of logits [n, vocab]; row i holds `lengths[i]` tokens so far.
 
-    Log probabilities are those of the model, before any setting changes them. The order of the rest is
-    vLLM's: bans and bias, penalties, temperature, min-p, top-k, top-p.
+    `tokens` is int32 [max_rows, max_len]. Log probabilities are those of the model, before any setting
+    changes them. The order of the rest is vLLM's: bans and bias, penalties, temperature, min-p, top-k, top-p.
     """
     logits = logits.float()
     asked = np.flatnonzero(state.logprobs[rows] > -2)
     raw = logits[torch.from_numpy(asked)].log_softmax(-1) if len(asked) else None
-    if state.extras:
-        apply_extras(logits, rows, lengths, state)
+    if state.constrained:
+        apply_constraints(logits, rows, lengths, tokens, state)
     if state.penalised[rows].any():
-        apply_penalties(logits, rows, lengths, state)
-    tokens = _choose(logits, rows, lengths, state)
+        apply_penalties(logits, rows, lengths, tokens, state)
+    chosen = _choose(logits, rows, lengths, state)
     if raw is None:
-        return Sampled(tokens, {})
-    return Sampled(tokens, _collect(raw, asked, tokens, rows, state))
+        return Sampled(chosen, {})
+    return Sampled(chosen, _collect(raw, asked, chosen, rows, state))
 
 
-def token_logprobs(logprobs: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids and values [n, 1 + width], the given tokens [n] first, and the tokens' ranks [n].
+def position_logprobs(logprobs: Tensor, tokens: Tensor, width: int) -> PositionLogprobs:
+    """Return log probabilities of `tokens` [n] and of the `width` likeliest at each position, on the host.
 
     `logprobs` is float [n, vocab]; a `width` of -1 is the whole vocabulary.
     """
@@ -47,22 +49,26 @@ def token_logprobs(logprobs: Tensor, tokens: Tensor, width: int) -> tuple[Tensor
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(logprobs.shape[-1] if width == -1 else min(width, logprobs.shape[-1]), dim=-1)
     ids = torch.cat([tokens[:, None], best.indices], dim=-1)
-    return ids, torch.cat([chosen, best.values], dim=-1), ranks
+    values = torch.cat([chosen, best.values], dim=-1)
+    return PositionLogprobs(
+        ids.to(torch.int32).cpu().numpy(),
+        values.float().cpu().numpy(),
+        ranks.to(torch.int32).cpu().numpy(),
+    )
 
 
 def _collect(
-    raw: Tensor, asked: np.ndarray, tokens: Tensor, rows: np.ndarray, state: Rows
+    raw: Tensor, asked: np.ndarray, tokens: Tensor, rows: np.ndarray, state: SamplingState
 ) -> dict[int, PositionLogprobs]:
-    found = {}
-    for place, index in enumerate(asked.tolist()):
-        row = int(rows[index])
-        parts = token_logprobs(raw[place : place + 1], tokens[index : index + 1], int(state.logprobs[row]))
-        ids, values, ranks = (part.cpu().numpy() for part in parts)
-        found[index] = PositionLogprobs(row, ids.astype(np.int32), values, ranks.astype(np.int32))
-    return found
+    return {
+        index: position_logprobs(
+            raw[place : place + 1], tokens[index : index + 1], int(state.logprobs[rows[index]])
+        )
+        for place, index in enumerate(asked.tolist())
+    }
 
 
-def _choose(logits: Tensor, rows: np.ndarray, lengths: np.ndarray, state: Rows) -> Tensor:
+def _choose(logits: Tensor, rows: np.ndarray, lengths: np.ndarray, state: SamplingState) -> Tensor:
     # On a CPU the sampler's own argmax is five times as fast as torch's.
     if logits.device.type != "cpu" and not state.floats["temperature"][rows].any():
         return logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""Who may call the server: the API key."""
+"""Authentication of clients by an API key."""
 
 import secrets
 

@@ -1,0 +1,27 @@
+"""One prompt to run: what every engine and the front-end take."""
+
+from dataclasses import dataclass
+
+from enginecore.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as token ids."""
+
+    text: str | None
+    """None when the caller gave token ids only."""
+    token_ids: list[int]
+    cache_salt: str | None = None
+    """Shares cached prefixes only with prompts of the same salt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt with its parameters; `params.n` samples of it are run."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first, under the priority policy."""

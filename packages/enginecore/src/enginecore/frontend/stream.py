@@ -1,0 +1,88 @@
+"""The stream that a caller of an asynchronous engine reads: outputs of one or several requests."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+from enginecore.errors import OctavoError
+from enginecore.frontend.output_processor import RequestState
+from enginecore.outputs import RequestOutput
+
+
+class StreamOutput(NamedTuple):
+    """One item of a stream."""
+
+    index: int
+    """Place of the request among those of the stream."""
+    output: RequestOutput
+
+
+class RequestStream:
+    """Outputs of requests that were submitted together, as they come.
+
+    An output is made when it is read, of all that came since the last one: a slow reader gets few long
+    deltas, and what waits for it is never more than the requests' tokens. Leaving the stream early, by `aclose`, the
+    end of `async with` or a cancelled read, aborts what has not finished.
+    """
+
+    def __init__(self, states: Sequence[RequestState], abort: Callable[["RequestStream"], None]) -> None:
+        """`abort` is called once, if the stream is left before its requests have finished."""
+        self._abort = abort
+        self._index = {state: index for index, state in enumerate(states)}
+        self._changed: dict[RequestState, None] = {}
+        self._arrived = asyncio.Event()
+        self._failure: OctavoError | None = None
+        self.num_unfinished = len(states)
+        self._unread = len(states)
+        """Requests whose last output was not read."""
+        self._closed = False
+
+    @property
+    def states(self) -> Sequence[RequestState]:
+        """The stream's requests, in order."""
+        return list(self._index)
+
+    def notify(self, state: RequestState) -> None:
+        """Let the reader have an output of a request that has changed; the last time when it has finished."""
+        self._changed[state] = None
+        self.num_unfinished -= state.finished
+        self._arrived.set()
+
+    def fail(self, error: OctavoError) -> None:
+        """Raise `error` to the reader after what it has not read yet."""
+        self._failure = error
+        self._arrived.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamOutput:
+        while not self._changed:
+            if self._unread == 0 or self._closed:
+                raise StopAsyncIteration
+            if self._failure is not None:
+                self._closed = True
+                raise self._failure
+            self._arrived.clear()
+            try:
+                await self._arrived.wait()
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        state = next(iter(self._changed))
+        del self._changed[state]
+        self._unread -= state.finished
+        return StreamOutput(self._index[state], state.output())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort the requests that have not finished."""
+        if not self._closed:
+            self._closed = True
+            self._changed.clear()
+            self._abort(self)

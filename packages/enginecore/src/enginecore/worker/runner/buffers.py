@@ -1,0 +1,50 @@
+"""Input buffers of the running requests: a row of tokens and of block ids each."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchsched import AdmittedRow
+from enginecore.executor.step import SampledTokens
+from kvblocks import TableChanges
+
+
+class InputBuffers:
+    """Fixed rows that only deltas change; indexing them by a step's rows gives the batch."""
+
+    def __init__(self, max_rows: int, max_len: int, max_blocks: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        on_host = self.block_tables.device.type == "cpu"
+        self.host_tables = (
+            self.block_tables.numpy() if on_host else np.zeros((max_rows, max_blocks), np.int32)
+        )
+        """What `block_tables` holds, readable without waiting for the device."""
+
+    def fill(self, admitted: AdmittedRow) -> None:
+        """Write the tokens of a row that is admitted."""
+        tokens = torch.from_numpy(np.array(admitted.tokens, np.int32))
+        self.tokens[admitted.row, : len(tokens)] = tokens.to(self.tokens.device, non_blocking=True)
+
+    def append(self, rows: np.ndarray, positions: np.ndarray, sampled: Tensor) -> None:
+        """Write the sampled ids [k] at `positions` of `rows`, without reading them back."""
+        where = torch.from_numpy(np.stack([rows, positions]).astype(np.int64)).to(
+            sampled.device, non_blocking=True
+        )
+        self.tokens[where[0], where[1]] = sampled.to(torch.int32)
+
+    def append_from_host(self, sampled: SampledTokens) -> None:
+        """Write tokens that another stage sampled."""
+        ids = torch.from_numpy(np.array(sampled.ids)).to(self.tokens.device, non_blocking=True)
+        self.append(sampled.rows, sampled.positions, ids)
+
+    def change_tables(self, changes: TableChanges) -> None:
+        """Set new entries of the block tables."""
+        if not len(changes.rows):
+            return
+        rows, indices, blocks = torch.from_numpy(np.stack(changes)).to(
+            self.block_tables.device, non_blocking=True
+        )
+        self.block_tables[rows.long(), indices.long()] = blocks
+        if self.block_tables.device.type != "cpu":
+            self.host_tables[changes.rows, changes.indices] = changes.blocks
