@@ -43,8 +43,8 @@ class PendingCopies:
     copies. The order does the rest:
 
     - Swap-outs come first and read device blocks as the last step left them. Those may be allocated again at
-      once, because whoever gets one writes to it later: by a swap-in, or in the next step. None of them is
-      itself the destination of a pending swap-in, since those are referenced; see `is_destination`.
+      once, because their next owner writes to them later: by a swap-in, or in the next step. None of them is
+      itself the destination of a pending swap-in; `is_destination` tells.
     - Swap-ins may read host blocks that a swap-out has just written.
     """
 

@@ -14,9 +14,9 @@ class LruQueue:
 
     A linked list would cost Python work per block. Instead the ids lie in one array, appended at its tail and
     popped at its head, and `_place[block]` is the index of a block's live entry. Removing a block clears its
-    place and leaves a dead entry behind. When the tail reaches the end of the array the live
-    entries move to the front; the array is twice as long as there are blocks, so a move happens once in
-    `num_blocks` appends at most and costs O(1) a block.
+    place and leaves a dead entry behind. When the tail reaches the end of the array the live entries move to
+    the front; the array is twice as long as there are blocks, so a move happens once in `num_blocks` appends
+    at most and costs O(1) a block.
 
         queue  [ 7 | 2 | 7 | 5 | . | . ]      place[7] = 2, place[5] = 3, place[2] = -1
                  x   x        head = 0, tail = 4: pop gives 7, then 5

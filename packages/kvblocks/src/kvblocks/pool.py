@@ -242,7 +242,7 @@ class BlockPool:
         return len(self._index)
 
     def repeated(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Mask, bool [n], of the elements of `blocks` (int32 [n], ids of this pool) that occur again."""
+        """Mask, bool [n]: which of `blocks` (int32 [n], ids of this pool) occur again later in it."""
         # Of equal ids the last one's number stays in the seat.
         numbers = np.arange(blocks.size, dtype=np.int32)
         self._seat[blocks] = numbers
