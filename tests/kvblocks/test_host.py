@@ -28,7 +28,7 @@ class Rig:
         return self.memory.prefix(np.array(tokens, np.int32), **options)
 
     def run(self, row, tokens, prefix=None):
-        """Open a row and compute its tokens; returns those that needed no computing, and the prefix."""
+        """Allocate a row and compute its tokens; returns the number of cached tokens, and the prefix."""
         prefix = prefix or self.prefix(tokens)
         known = self.memory.allocate(row, prefix)
         self.memory.grow([row], [len(tokens)])
@@ -37,9 +37,11 @@ class Rig:
         return known, prefix
 
     def copies(self):
-        """What is to be copied, as pairs of source and destination."""
+        """The pending copies, as pairs of source and destination."""
         copies = self.memory.drain_copies()
         self.memory.check()
+        assert [ids.dtype for part in copies for ids in part] == [np.int32] * 4
+        assert copies.num_blocks == sum(part.sources.size for part in copies)
         return {
             name: list(zip(part.sources.tolist(), part.destinations.tolist()))
             for name, part in zip(copies._fields, copies)
@@ -164,7 +166,7 @@ def test_a_device_block_is_not_reused_before_it_is_written():
     assert rig.memory.num_free == 2
 
 
-def test_opening_takes_no_blocks_when_there_are_too_few():
+def test_allocate_takes_no_blocks_when_there_are_too_few():
     rig = Rig()
     _, prefix = rig.run(0, [*A, 20])
     rig.memory.swap_out(0)
@@ -233,7 +235,7 @@ def test_rows_swapped_out_take_the_place_of_evicted_prefixes():
     assert rig.memory.cached_tokens(rig.prefix([*A, 1])) == 4  # the first block is on the device
 
 
-def test_reset_forgets_both_tiers():
+def test_reset_clears_both_tiers():
     rig = Rig()
     rig.run(0, [*A, 1])
     rig.memory.free(0)
@@ -257,7 +259,5 @@ def test_reset_counts_what_swapped_requests_hold():
 def test_check_sees_a_leak_on_the_host():
     rig = Rig()
     rig.memory.host_pool.allocate(1)
-    with pytest.raises(
-        IntegrityError, match=r"host blocks \[0\] have \[1\] references and are held \[0\] times"
-    ):
+    with pytest.raises(IntegrityError, match=r"blocks \[0\] have \[1\] references and are held \[0\] times"):
         rig.memory.check()

@@ -117,12 +117,12 @@ class MemoryMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def arrive(self, length, tail, extra, reuse, reserve, data):
-        """A new request opens a row, and mostly is computed at once; it may repeat another and its answer."""
+        """A new request gets a row and mostly is computed at once; it may repeat another and its answer."""
         stems = STEMS + [request.tokens for request in self.running + self.preempted]
         tokens = data.draw(st.sampled_from(stems))[:length] + tail
         prefix = self.memory.prefix(np.array(tokens, np.int32), extra, reuse=reuse)
         request = Request(tokens, extra, prefix, reuse)
-        self.open(request, reserve, data)
+        self.allocate(request, reserve, data)
         if data.draw(st.sampled_from([True, True, False])):
             self.run([request], [len(tokens)], data)
 
@@ -130,7 +130,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def resume(self, reserve, data):
         if self.preempted:
             which = data.draw(st.integers(0, len(self.preempted) - 1))
-            self.open(self.preempted.pop(which), reserve, data)
+            self.allocate(self.preempted.pop(which), reserve, data)
 
     @rule(data=st.data())
     def step(self, data):
@@ -146,7 +146,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.grow(requests, [data.draw(all_or_some(request)) for request in requests])
 
     @rule(data=st.data(), preempted=st.booleans())
-    def close(self, data, preempted):
+    def free(self, data, preempted):
         if self.running:
             self.stop(data.draw(st.sampled_from(self.running)), preempted)
 
@@ -163,7 +163,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.pool.reset()
             self.model.reset()
 
-    def open(self, request, reserve, data):
+    def allocate(self, request, reserve, data):
         if len(self.running) == ROWS:
             self.stop(data.draw(st.sampled_from(self.running)), preempted=True)
         hits = self.model.hits(request)
@@ -182,7 +182,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for position in range(num_cached):
             cell = self.cells[hits[position // BLOCK], position % BLOCK]
             assert cell == request.content(position + 1), "a cached block holds another prefix"
-        # What `fits` foretold is what opening has left.
+        # What `fits` predicted is what the allocation has left.
         lacking = -(-length // BLOCK) - len(hits)
         assert fits == (length <= ROW_BLOCKS * BLOCK and lacking + reserve <= self.model.num_free)
 
@@ -255,7 +255,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestMemory.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize(("num_blocks", "seed"), [(8, 0), (8, 1), (40, 2)])

@@ -25,7 +25,7 @@ def test_the_readme_program_does_what_it_says():
     assert lines[2:5] == [
         "[[ 0  1  2 -1]",
         " [ 0  1  3 -1]] 2 CacheStats(queries=19, hits=8, restored=0)",
-        "5 blocks were asked for and 2 are free",
+        "5 blocks were requested and 2 are free",
     ]
     assert lines[5].startswith("6 BlockStored(block=0, key=")
 

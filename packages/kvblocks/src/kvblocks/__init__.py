@@ -1,15 +1,11 @@
-"""KV cache blocks for paged attention: pool, prefix index and block tables. Needs numpy only."""
+"""KV cache blocks for paged attention: pool, prefix cache and block tables. Needs numpy only."""
 
 from kvblocks.errors import IntegrityError, OutOfBlocks
-from kvblocks.events import AllCleared, BlockRemoved, BlockStored, CacheEvent
-from kvblocks.groups import LayerGroup
-from kvblocks.hasher import Extra, PrefixHasher
-from kvblocks.memory import PagedMemory
-from kvblocks.pool import BlockPool, Match
-from kvblocks.prefix import Prefix
-from kvblocks.stats import CacheStats, PoolStats
-from kvblocks.tables import BlockTables, TableChanges
-from kvblocks.transfers import BlockCopies, CopyList
+from kvblocks.host import BlockCopies, CopyList
+from kvblocks.memory import CacheStats, PagedMemory
+from kvblocks.pool import AllCleared, BlockPool, BlockRemoved, BlockStored, CacheEvent, Match, PoolStats
+from kvblocks.prefix import Extra, Prefix, PrefixHasher
+from kvblocks.tables import BlockTables, LayerGroup, TableChanges
 
 __all__ = [
     "AllCleared",

@@ -36,7 +36,7 @@ class Request:
 
 
 class World:
-    """Rows, requests and both tiers' cells. Whatever is open to choice is left to `pick(sequence)`."""
+    """Rows, requests and both tiers' cells. Every choice is left to `pick(sequence)`."""
 
     def __init__(self, pick):
         self.pick = pick
@@ -107,12 +107,12 @@ class World:
         reuse = self.pick([True] * 5 + [False])
         prefix = self.memory.prefix(np.array(tokens, np.int32), reuse=reuse)
         request = Request(tokens, prefix, reuse)
-        if self.open(request) and self.pick([True, True, False]):
+        if self.allocate(request) and self.pick([True, True, False]):
             self.run([request], [len(tokens)])
 
     def resume(self):
         if self.waiting:
-            self.open(self.waiting.pop(self.pick(range(len(self.waiting)))))
+            self.allocate(self.waiting.pop(self.pick(range(len(self.waiting)))))
 
     def look(self):
         """A blocked request asks again and again."""
@@ -120,7 +120,7 @@ class World:
             request = self.pick(self.waiting)
             assert self.memory.cached_tokens(request.prefix) == self.expected_hit(request)
 
-    def open(self, request):
+    def allocate(self, request):
         if len(self.running) == ROWS:
             self.leave(self.pick(self.running), self.pick([True, False]))
         hit = self.expected_hit(request)
@@ -248,7 +248,7 @@ class World:
         self.memory.free(request.row)
         self.running.remove(request)
 
-    def forget(self):
+    def discard(self):
         if self.waiting:
             request = self.waiting.pop(self.pick(range(len(self.waiting))))
             self.memory.discard(request.prefix)
@@ -259,6 +259,8 @@ class World:
     def agrees(self):
         self.memory.check()
         for request in self.running:
+            held = sum(group.tables.held(request.row).size for group in self.memory.groups)
+            assert held <= self.memory.blocks_for(len(request.tokens))
             for group, window in enumerate(self.windows):
                 tables = self.memory.groups[group].tables
                 first = self.needed_from(group, request.computed) // BLOCK
@@ -279,7 +281,7 @@ class World:
         assert self.memory.reset() == 0
 
 
-MOVES = ["arrive", "resume", "look", "step", "drain", "preempt", "rotate", "end", "forget"]
+MOVES = ["arrive", "resume", "look", "step", "drain", "preempt", "rotate", "end", "discard"]
 OFTEN = [*MOVES, "arrive", "arrive", "resume", "resume", "look", "step", "step", "step", "rotate"]
 
 
@@ -312,7 +314,7 @@ TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_long_walk(seed):
     """What a search for small examples seldom reaches: many requests, both tiers full, everything reused."""
     rng = random.Random(seed)
