@@ -117,12 +117,12 @@ class MemoryMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def arrive(self, length, tail, extra, reuse, reserve, data):
-        """A new request opens a row, and mostly is computed at once; it may repeat another and its answer."""
+        """A new request gets a row and mostly is computed at once; it may repeat another and its answer."""
         stems = STEMS + [request.tokens for request in self.running + self.preempted]
         tokens = data.draw(st.sampled_from(stems))[:length] + tail
         prefix = self.memory.prefix(np.array(tokens, np.int32), extra, reuse=reuse)
         request = Request(tokens, extra, prefix, reuse)
-        self.open(request, reserve, data)
+        self.allocate(request, reserve, data)
         if data.draw(st.sampled_from([True, True, False])):
             self.run([request], [len(tokens)], data)
 
@@ -130,7 +130,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def resume(self, reserve, data):
         if self.preempted:
             which = data.draw(st.integers(0, len(self.preempted) - 1))
-            self.open(self.preempted.pop(which), reserve, data)
+            self.allocate(self.preempted.pop(which), reserve, data)
 
     @rule(data=st.data())
     def step(self, data):
@@ -146,7 +146,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.grow(requests, [data.draw(all_or_some(request)) for request in requests])
 
     @rule(data=st.data(), preempted=st.booleans())
-    def close(self, data, preempted):
+    def free(self, data, preempted):
         if self.running:
             self.stop(data.draw(st.sampled_from(self.running)), preempted)
 
@@ -163,7 +163,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.pool.reset()
             self.model.reset()
 
-    def open(self, request, reserve, data):
+    def allocate(self, request, reserve, data):
         if len(self.running) == ROWS:
             self.stop(data.draw(st.sampled_from(self.running)), preempted=True)
         hits = self.model.hits(request)
@@ -173,7 +173,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.cached_tokens(request.prefix) == num_cached
 
         request.row = data.draw(st.sampled_from(sorted({0, 1, 2} - {other.row for other in self.running})))
-        assert self.memory.open(request.row, request.prefix) == num_cached
+        assert self.memory.allocate(request.row, request.prefix) == num_cached
         self.model.hold(hits)
         request.blocks = hits
         request.computed = num_cached
@@ -182,7 +182,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for position in range(num_cached):
             cell = self.cells[hits[position // BLOCK], position % BLOCK]
             assert cell == request.content(position + 1), "a cached block holds another prefix"
-        # What `fits` foretold is what opening has left.
+        # What `fits` predicted is what the allocation has left.
         lacking = -(-length // BLOCK) - len(hits)
         assert fits == (length <= ROW_BLOCKS * BLOCK and lacking + reserve <= self.model.num_free)
 
@@ -193,7 +193,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for request, length in zip(requests, lengths):
             self.write(request, length)
         rows = np.array([request.row for request in requests], np.int32)
-        self.memory.computed(rows, np.array(lengths, np.int32), self.tokens)
+        self.memory.commit(rows, np.array(lengths, np.int32), self.tokens)
         for request, length in zip(requests, lengths):
             for end in range((request.computed // BLOCK + 1) * BLOCK, length + 1, BLOCK):
                 self.model.index.setdefault(request.content(end), request.blocks[end // BLOCK - 1])
@@ -225,7 +225,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def stop(self, request, preempted):
         self.running.remove(request)
-        self.memory.close(request.row)
+        self.memory.free(request.row)
         self.model.release(request.blocks)
         self.mirror = {at: block for at, block in self.mirror.items() if at[0] != request.row}
         request.known = max(request.known, request.computed)
@@ -249,13 +249,13 @@ class MemoryMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for request in self.running:
-            self.memory.close(request.row)
+            self.memory.free(request.row)
         self.memory.check()
         assert self.memory.num_free == self.memory.num_blocks
 
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestMemory.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize(("num_blocks", "seed"), [(8, 0), (8, 1), (40, 2)])
@@ -271,13 +271,13 @@ def test_no_request_reads_what_another_prefix_left(num_blocks, seed):
     for _ in range(300):
         row = int(rng.integers(ROWS))
         if row in held:
-            memory.close(row)
+            memory.free(row)
             del held[row]
         prompt = [*stems[rng.integers(6)], *rng.integers(0, 50, rng.integers(1, 12)).tolist()]
         prefix = memory.prefix(np.array(prompt, np.int32))
         if not memory.fits(prefix, len(prompt)):
             continue
-        cached = memory.open(row, prefix)
+        cached = memory.allocate(row, prefix)
         memory.grow([row], [len(prompt)])
         held[row] = prompt
         hits += cached
@@ -290,10 +290,10 @@ def test_no_request_reads_what_another_prefix_left(num_blocks, seed):
             cells[slots[position]] = tuple(prompt[: position + 1])
         assert [cells[slot] for slot in slots] == [tuple(prompt[: n + 1]) for n in range(len(prompt))]
         # Some rows stop half-way, as if they were aborted.
-        memory.computed([row], [int(rng.integers(cached, len(prompt) + 1))], tokens)
+        memory.commit([row], [int(rng.integers(cached, len(prompt) + 1))], tokens)
     memory.check()
     for row in held:
-        memory.close(row)
+        memory.free(row)
     assert memory.num_free == num_blocks
     assert hits > 200
     assert memory.pool.stats.evicted > 50

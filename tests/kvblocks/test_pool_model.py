@@ -35,11 +35,11 @@ class PoolModel:
             block = self.blank.pop()
         else:
             block, _ = self.lru.popitem(last=False)
-            self._forget(block)
+            self._unpublish(block)
         self.refs[block] = 1
         return block
 
-    def _forget(self, block):
+    def _unpublish(self, block):
         key = self.key_of.pop(block)
         del self.index[key]
         self.events.append(BlockRemoved(block, key))
@@ -69,7 +69,7 @@ class PoolModel:
 
     def reset(self):
         for block in self.lru:
-            self._forget(block)
+            self._unpublish(block)
             self.blank.append(block)
         self.lru.clear()
         if not self.index:
@@ -170,4 +170,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

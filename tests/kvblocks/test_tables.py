@@ -165,8 +165,8 @@ def test_attach_may_leave_the_beginning_out():
     ("call", "message"),
     [
         (lambda tables: tables.grow([0], [21]), "row 0 would need 6 blocks, a row holds 5"),
-        (lambda tables: tables.grow([1, 1], [4, 4]), "a row is named twice"),
-        (lambda tables: tables.trim([0, 0], [4, 4]), "a row is named twice"),
+        (lambda tables: tables.grow([1, 1], [4, 4]), "a row occurs twice"),
+        (lambda tables: tables.trim([0, 0], [4, 4]), "a row occurs twice"),
         (lambda tables: tables.attach(1, [1, 2], 4), "6 blocks do not fit a row of 5"),
         (lambda tables: tables.grow([-1], [4]), "rows go from 0 to 2, not from -1"),
         (lambda tables: tables.attach(0, [1]), "row 0 holds 1 blocks already"),
@@ -203,8 +203,8 @@ def test_sizes_are_checked(sizes, message):
     ("row", "index", "block", "message"),
     [
         (0, 2, 5, "4 entries and count 3"),
-        (0, 1, 0, "1 times a row has a block more than once"),
-        (1, 0, 8, r"name the blocks \[8\], which do not exist"),
+        (0, 1, 0, "rows have 1 blocks more than once"),
+        (1, 0, 8, r"have the blocks \[8\], which do not exist"),
         (1, 0, 0, r"blocks \[0\] are in \[2\] rows with \[1\] references"),
     ],
 )

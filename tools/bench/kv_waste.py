@@ -1,10 +1,10 @@
-"""KV slots that are allocated and hold nothing: in blocks, and where each request reserves its maximum.
+"""Share of allocated KV slots that hold nothing: in blocks, and with a contiguous reservation a request.
 
     uv run python tools/bench/kv_waste.py [--live 256] [--block-size 16] [--max-model-len 4096] [--json PATH]
 
-Sequences with the lengths of the Azure conversation trace run, 256 at a time; whoever ends is replaced by the
-next of the trace. Every step gives each of them a token. In blocks, `kvblocks.PagedMemory` says what is
-wasted. A contiguous reservation sets `--max-model-len` slots aside for each sequence, as engines did before
+Sequences with the lengths of the Azure conversation trace run, 256 at a time; each that ends is replaced by
+the next of the trace. Every step gives each of them a token. For blocks, `kvblocks.PagedMemory` reports its
+waste. A contiguous reservation sets `--max-model-len` slots aside for each sequence, as engines did before
 paged attention; requests longer than that are left out of both.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvblocks import PagedMemory
 
 TRACE = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces" / "AzureLLMInferenceTrace_conv.csv"
-"""Where a checkout finds it; `--trace` names another place."""
+"""Default of `--trace`."""
 
 
 def read_lengths(trace: Path) -> NDArray[np.int64]:
@@ -49,15 +49,15 @@ def run(lengths: NDArray[np.int64], *, live: int, block_size: int, steps: int) -
     for step in range(steps):
         for row in np.flatnonzero(held == ends).tolist():
             if step:
-                memory.close(row)
+                memory.free(row)
             prompt, answer = next(arrivals)
-            memory.open(row, memory.prefix(tokens[0, :prompt]))
+            memory.allocate(row, memory.prefix(tokens[0, :prompt]))
             # Those that begin the run are at any point of their answer, as they would be in the midst of one.
             held[row] = prompt + (row * answer // live if step == 0 else 0)
             ends[row] = prompt + max(answer, 1)
         held += 1
         memory.grow(rows, held)
-        memory.computed(rows, held, tokens)
+        memory.commit(rows, held, tokens)
         wasted.append(memory.waste)
         used.append(held.sum())
     return float(np.mean(wasted)), float(np.mean(used))

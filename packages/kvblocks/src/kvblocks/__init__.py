@@ -1,26 +1,21 @@
-"""KV cache blocks for paged attention: pool, prefix index and block tables. Needs numpy only."""
+"""KV cache blocks for paged attention: pool, prefix cache and block tables. Needs numpy only."""
 
 from kvblocks.errors import IntegrityError, OutOfBlocks
-from kvblocks.events import AllCleared, BlockRemoved, BlockStored, CacheEvent
-from kvblocks.groups import LayerGroup
-from kvblocks.hasher import Extra, PrefixHasher
-from kvblocks.memory import PagedMemory
-from kvblocks.pool import BlockPool, Match
-from kvblocks.prefix import Prefix
-from kvblocks.stats import CacheStats, PoolStats
-from kvblocks.tables import BlockTables, Changes
-from kvblocks.transfers import Copies, CopyList
+from kvblocks.host import BlockCopies, CopyList
+from kvblocks.memory import CacheStats, PagedMemory
+from kvblocks.pool import AllCleared, BlockPool, BlockRemoved, BlockStored, CacheEvent, Match, PoolStats
+from kvblocks.prefix import Extra, Prefix, PrefixHasher
+from kvblocks.tables import BlockTables, LayerGroup, TableChanges
 
 __all__ = [
     "AllCleared",
+    "BlockCopies",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
     "BlockTables",
     "CacheEvent",
     "CacheStats",
-    "Changes",
-    "Copies",
     "CopyList",
     "Extra",
     "IntegrityError",
@@ -31,4 +26,5 @@ __all__ = [
     "PoolStats",
     "Prefix",
     "PrefixHasher",
+    "TableChanges",
 ]

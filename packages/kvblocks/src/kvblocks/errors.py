@@ -1,8 +1,8 @@
-"""What can go wrong with blocks, beyond a caller's mistake (which is a ValueError)."""
+"""Exceptions of the package. A mistake of the caller is a ValueError instead."""
 
 
 class OutOfBlocks(Exception):
-    """More blocks were asked for than are free. Nothing was taken or changed.
+    """More blocks were requested than are free. Nothing was taken or changed.
 
     `requested` and `free` are numbers of blocks.
     """
@@ -13,7 +13,7 @@ class OutOfBlocks(Exception):
         self.free = free
 
     def __str__(self) -> str:
-        return f"{self.requested} blocks were asked for and {self.free} are free"
+        return f"{self.requested} blocks were requested and {self.free} are free"
 
 
 class IntegrityError(AssertionError):

@@ -1,4 +1,4 @@
-"""A queue of block ids, oldest first, from whose middle blocks can be taken in bulk."""
+"""LRU queue of block ids with bulk append, pop, and removal from the middle."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ class LruQueue:
     """Distinct block ids in the order they were appended.
 
     A linked list would cost Python work per block. Instead the ids lie in one array, appended at its tail and
-    popped at its head, and `_place[block]` is the one index at which a block's entry counts. Removing a block
-    forgets its place and leaves a dead entry behind. When the tail reaches the end of the array the live
+    popped at its head, and `_place[block]` is the index of a block's live entry. Removing a block clears its
+    place and leaves a dead entry behind. When the tail reaches the end of the array the live
     entries move to the front; the array is twice as long as there are blocks, so a move happens once in
     `num_blocks` appends at most and costs O(1) a block.
 
@@ -43,7 +43,7 @@ class LruQueue:
         self._size += blocks.size
 
     def remove(self, blocks: NDArray[np.int32]) -> None:
-        """Take `blocks` (int32 [n], distinct, all of them queued) out, wherever they stand."""
+        """Take `blocks` (int32 [n], distinct, all of them queued) out, from anywhere in the queue."""
         self._place[blocks] = -1
         self._size -= blocks.size
 
@@ -53,7 +53,7 @@ class LruQueue:
         missing = n
         while missing:
             window = self._queue[self._head : min(self._head + max(missing, _WINDOW), self._tail)]
-            require(window.size > 0, f"{n} blocks are to be popped, {n - missing} were queued")
+            require(window.size > 0, f"cannot pop {n} blocks from a queue of {n - missing}")
             live = np.flatnonzero(self._is_live(self._head, window))[:missing]
             missing -= live.size
             oldest.append(window[live])

@@ -1,41 +1,102 @@
-"""Paged KV memory as a scheduler sees it: rows that open on a cached prefix, grow, and close."""
+"""Paged KV memory as a scheduler sees it: rows that are allocated on a cached prefix, grow, and are freed."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvblocks.errors import OutOfBlocks, require
-from kvblocks.groups import layer_groups
-from kvblocks.hasher import Extra, PrefixHasher, tagged
-from kvblocks.host import HostTier
-from kvblocks.integrity import check_references, check_row
-from kvblocks.opening import Opening, find_opening
+from kvblocks.host import BlockCopies, HostTier
 from kvblocks.pool import BlockPool
-from kvblocks.prefix import Prefix
-from kvblocks.rows import OpenRows
-from kvblocks.stats import CacheStats
-from kvblocks.tables import Changes
-from kvblocks.transfers import Copies, Transfers
+from kvblocks.prefix import Extra, Prefix, PrefixHasher, PrefixHit, find_prefix_hit, tagged
+from kvblocks.tables import TableChanges, layer_groups
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Totals of the prefix cache in tokens: looked up, found, and found on the host tier only.
+
+    Each request counts once, when it first gets a row: after a preemption it finds its own blocks, which is
+    no sharing.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    restored: int = 0
+
+
+class AllocatedRows:
+    """State of the allocated rows, in columns of length `max_rows`.
+
+    `allocated` is bool. `computed` (int32) counts the tokens whose keys and values exist: the full blocks
+    among them are published, no others.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        # Negative row numbers index the second half, which is never allocated.
+        self._padded = np.zeros(2 * max_rows, np.bool_)
+        self.allocated = self._padded[:max_rows]
+        self.computed = np.zeros(max_rows, np.int32)
+        self._prefixes: list[Prefix | None] = [None] * max_rows
+
+    def add(self, row: int, prefix: Prefix, computed: int) -> None:
+        """Mark a free row as allocated to `prefix`, with `computed` tokens."""
+        prefix.row = row
+        self._prefixes[row] = prefix
+        self.allocated[row] = True
+        self.computed[row] = computed
+
+    def remove(self, row: int) -> None:
+        """Mark an allocated row as free. Its prefix keeps the number of computed tokens."""
+        prefix = self.prefix(row)
+        prefix.num_tokens = max(prefix.num_tokens, int(self.computed[row]))
+        prefix.row = -1
+        self._prefixes[row] = None
+        self.allocated[row] = False
+
+    def prefix(self, row: int) -> Prefix:
+        """The prefix of an allocated row."""
+        prefix = self._prefixes[row]
+        assert prefix is not None, f"row {row} is allocated without a prefix"
+        return prefix
+
+    def require_free(self, row: int) -> None:
+        """ValueError unless the row exists and is free."""
+        if not 0 <= row < self.allocated.size:
+            raise ValueError(f"rows go from 0 to {self.allocated.size - 1}, not {row}")
+        if self.allocated[row]:
+            raise ValueError(f"row {row} is allocated already")
+
+    def require_allocated(self, rows: ArrayLike) -> None:
+        """ValueError unless all of `rows` (int [n]) are allocated."""
+        rows = np.asarray(rows, np.intp)
+        try:
+            allocated = self._padded[rows]
+        except IndexError:
+            allocated = np.zeros(rows.size, np.bool_)
+        if np.count_nonzero(allocated) < rows.size:
+            last = self.allocated.size - 1
+            if rows.min() < 0 or rows.max() > last:
+                raise ValueError(f"rows go from 0 to {last}, not from {rows.min()} to {rows.max()}")
+            raise ValueError(f"rows {rows[~allocated].tolist()} are not allocated")
 
 
 class PagedMemory:
-    """A block pool, its prefix index and the block tables of `max_rows` rows, kept in step.
+    """A block pool, its prefix index and the block tables of `max_rows` rows, kept consistent.
 
-    The life of a row: `open` holds what is cached of its prompt, `grow` makes room before a step, `computed`
-    says after the step which tokens' keys and values exist now, and `close` gives all blocks back, or
+    The life of a row: `allocate` gives it the cached blocks of its prompt, `grow` allocates blocks before a
+    step, `commit` says after the step which tokens are computed now, and `free` releases all blocks, or
     `swap_out` moves them to the host tier.
 
-    - A row never opens with all of its tokens cached: one is left to compute, or there would be no logits.
+    - A row never begins with all of its tokens cached: one is left to compute, or there would be no logits.
     - A block is published once it is full and computed, never earlier, so no other row reads what is not
       there yet.
-    - Closed rows' blocks stay cached until the pool hands them out again. With a host tier they are copied
-      there then, and restored when a row opens with them.
+    - Blocks of freed rows stay cached until the pool reuses them. With a host tier they are copied there
+      then, and copied back when a row is allocated on them.
     - `windows` gives each layer group's sliding window in tokens, or None for full attention. Each has a
-      table in `groups`; `tables` is the first one's. Blocks that a window has left are given back as
-      `computed` moves on.
-    - Copies of blocks are the caller's to perform: `drain_copies` after every plan, before its step.
+      table in `groups`; `tables` is the first one's. `commit` releases the blocks that a window has left.
+    - The caller performs the copies of blocks: `drain_copies` after every plan, before its step.
 
     `salt` enters every key of this memory (the model's name, say), as `extra` enters a request's.
     """
@@ -52,28 +113,23 @@ class PagedMemory:
         record_events: bool = False,
         host_blocks: int = 0,
         windows: Sequence[int | None] = (None,),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.host_pool = BlockPool(host_blocks, clock=clock) if host_blocks else None
         self.pool = BlockPool(
             num_blocks,
             record_events=record_events,
             on_evict=self._offload if host_blocks else None,
-            clock=clock,
         )
         self.groups = layer_groups(
             windows, self.pool, block_size=block_size, max_rows=max_rows, max_blocks=max_blocks_per_row
         )
-        self._transfers = Transfers(self.pool, self.host_pool)
-        self._host: HostTier | None = None
-        if self.host_pool:
-            self._host = HostTier(self.host_pool, self.pool, self.groups, self._transfers)
         self.tables = self.groups[0].tables
         self._windowed = [group for group in self.groups if group.window is not None]
+        self.host_pool = BlockPool(host_blocks) if host_blocks else None
+        self._host = HostTier(self.host_pool, self.pool, self.groups) if self.host_pool else None
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self._salt = tagged(salt)
-        self._rows = OpenRows(max_rows)
+        self._rows = AllocatedRows(max_rows)
 
     @property
     def block_size(self) -> int:
@@ -92,18 +148,18 @@ class PagedMemory:
 
     @property
     def waste(self) -> float:
-        """The share of allocated slots that hold no computed token, 0 to 1."""
+        """Share of the slots in allocated blocks that hold no computed token, 0 to 1."""
         allocated = (self.num_blocks - self.num_free) * self.block_size
         slots = sum(int(group.tables.counts.sum()) for group in self.groups) * self.block_size
-        unused = slots - len(self.groups) * int(self._rows.computed[self._rows.is_open].sum())
+        unused = slots - len(self.groups) * int(self._rows.computed[self._rows.allocated].sum())
         return unused / allocated if allocated else 0.0
 
     def prefix(self, tokens: NDArray[np.int32], extra: Extra = (), *, reuse: bool = True) -> Prefix:
-        """The handle with which a request of `tokens` (int [n]) opens a row, now or later.
+        """The handle with which a request of `tokens` (int [n]) is allocated a row, now or later.
 
-        Hashes the tokens unless prefix caching is off. `extra` keeps requests apart that must not share
-        blocks (an adapter, a tenant's salt). With `reuse=False` the request never opens on cached blocks,
-        since it needs every position computed (for the prompt's logprobs), but others may use its blocks.
+        Hashes the tokens unless prefix caching is off. `extra` separates requests that must not share blocks
+        (an adapter, a tenant's salt). With `reuse=False` the request never gets cached blocks, since it needs
+        every position computed (for prompt logprobs), but others may use its blocks.
         """
         ids = np.asarray(tokens)
         if not self.prefix_caching:
@@ -112,70 +168,81 @@ class PagedMemory:
         return Prefix(hasher.extend(ids), ids.size, hasher, reuse=reuse)
 
     def cached_tokens(self, prefix: Prefix) -> int:
-        """How many tokens `open` would find, on either tier."""
-        return self._opening(prefix).num_tokens
+        """Number of tokens that `allocate` would find, on either tier."""
+        return self._prefix_hit(prefix).num_tokens
+
+    def blocks_for(self, length: int) -> int:
+        """The most blocks that a lone request of `length` tokens ever holds at once, over all layer groups.
+
+        That is ceil(length / block_size) for each group, also for one with a sliding window: only `commit`
+        releases the blocks that a window has left, and a single step may run all tokens of the request. A
+        table never has an entry beyond that number, so `grow` never asks for more, whatever the chunks; with
+        small ones a windowed group stays below it.
+        """
+        return len(self.groups) * -(-length // self.block_size)
 
     def fits(self, prefix: Prefix, length: int, reserve: int = 0) -> bool:
-        """Whether a row opened now could grow to `length` tokens and leave `reserve` blocks free.
+        """Whether a row allocated now could grow to `length` tokens and leave `reserve` blocks free.
 
-        Cached blocks that the row would hold come out of the free ones, and are not counted as both. Asking
-        again is cheap while the answer to what is cached stays the same.
+        Free blocks that are cached and would be the row's are not counted as free as well. Asking again is
+        cheap while the prefix hit stays the same.
         """
         blocks = -(-length // self.block_size)
         if blocks > self.tables.max_blocks:
             return False
         taken = reserve
-        for part in self._opening(prefix).parts:
-            taken += max(blocks - part.first, part.device.size) - part.hits.size + self._revived(part.hits)
+        for part in self._prefix_hit(prefix).groups:
+            cached = part.device_blocks
+            taken += max(blocks - part.first, part.blocks.size) - cached.size + self._unreferenced(cached)
         return taken <= self.num_free
 
-    def open(self, row: int, prefix: Prefix) -> int:
-        """Begin `row` with all that is known of `prefix`, and return how many tokens that is.
+    def allocate(self, row: int, prefix: Prefix) -> int:
+        """Allocate `row` with the cached blocks of `prefix`, and return how many tokens they hold.
 
-        That is the longest cached prefix in whole blocks, or what the request had computed when it was
-        swapped out. Blocks that come from the host tier are taken now and filled by `drain_copies`. Raises
-        OutOfBlocks, with nothing changed, if there are too few for them (where `fits` says so), and
-        ValueError if the row is open, or the prefix is in use by another row.
+        That is the longest cached prefix in whole blocks, or all that the request had computed when it was
+        swapped out. Blocks on the host get device blocks now, to be filled by the copies of `drain_copies`.
+        Raises OutOfBlocks, with nothing changed, if there are too few for them (`fits` is False then), and
+        ValueError if the row is allocated already, or another row has the prefix.
         """
-        self._rows.require_vacant(row)
+        self._rows.require_free(row)
         if prefix.row >= 0:
             raise ValueError(f"this prefix is in use by row {prefix.row}")
-        opening = self._opening(prefix)
-        incoming = sum(part.host.size for part in opening.parts)
+        hit = self._prefix_hit(prefix)
+        incoming = sum(part.host_blocks.size for part in hit.groups)
         if incoming:
-            free = self.num_free - sum(self._revived(part.hits) for part in opening.parts)
+            free = self.num_free - sum(self._unreferenced(part.device_blocks) for part in hit.groups)
             if incoming > free:
                 raise OutOfBlocks(incoming, free)
-        # All that is there is held before anything is allocated, which evicts.
-        for part in opening.parts:
-            self.pool.share(part.hits)
-        opened = [part.device for part in opening.parts]
+        # Hold all cached blocks before allocating any, which evicts.
+        for part in hit.groups:
+            self.pool.share(part.device_blocks)
+        tables = [part.blocks for part in hit.groups]
         if incoming:
             assert self._host is not None
-            opened = self._host.restore(prefix, opening)
-        for group, part, blocks in zip(self.groups, opening.parts, opened):
+            tables = self._host.swap_in(prefix, hit)
+        for group, part, blocks in zip(self.groups, hit.groups, tables):
             group.tables.attach(row, blocks, part.first)
-        self.forget(prefix)
-        self._rows.begin(row, prefix, opening.num_tokens)
+        self.discard(prefix)
+        self._rows.add(row, prefix, hit.num_tokens)
         if not prefix.counted:
             prefix.counted = True
             self.stats.queries += prefix.num_tokens
-            self.stats.hits += opening.num_tokens
-            self.stats.restored += max(part.host.size for part in opening.parts) * self.block_size
-        return opening.num_tokens
+            self.stats.hits += hit.num_tokens
+            self.stats.restored += max(part.host_blocks.size for part in hit.groups) * self.block_size
+        return hit.num_tokens
 
     def needed(self, rows: ArrayLike, lengths: ArrayLike) -> int:
-        """How many blocks `grow` would take."""
+        """Number of blocks that `grow` would allocate."""
         if len(self.groups) == 1:
             return self.tables.needed(rows, lengths)
         return sum(group.tables.needed(rows, lengths) for group in self.groups)
 
     def grow(self, rows: ArrayLike, lengths: ArrayLike) -> None:
-        """Make room for `lengths` (int [n]) tokens in all in each of `rows` (int [n], distinct, open).
+        """Allocate blocks for `lengths` (int [n]) tokens in all in each of `rows` (int [n], distinct).
 
         Raises OutOfBlocks, with nothing changed, if too few blocks are free.
         """
-        self._rows.require_open(rows)
+        self._rows.require_allocated(rows)
         if len(self.groups) > 1:
             needed = self.needed(rows, lengths)
             if needed > self.num_free:
@@ -183,14 +250,14 @@ class PagedMemory:
         for group in self.groups:
             group.tables.grow(rows, lengths)
 
-    def computed(self, rows: ArrayLike, lengths: ArrayLike, tokens: NDArray[np.int32]) -> None:
-        """Keys and values of `tokens[row, :length]` exist now: publish the blocks that became full.
+    def commit(self, rows: ArrayLike, lengths: ArrayLike, tokens: NDArray[np.int32]) -> None:
+        """Record that `tokens[row, :length]` are computed, and publish the blocks that became full.
 
         `rows` and `lengths` are int [n], `tokens` is the int32 [max_rows, max_length] array of all rows'
         tokens, read up to `length` only. Rows that filled no block cost a comparison. Blocks that a sliding
-        window has left are given back: steps in flight run later tokens, which do not need them either.
+        window has left are released: steps in flight run later tokens, which do not attend to them either.
         """
-        self._rows.require_open(rows)
+        self._rows.require_allocated(rows)
         rows, lengths = np.asarray(rows), np.asarray(lengths)
         if self.prefix_caching:
             before, after = self._rows.computed[rows] // self.block_size, lengths // self.block_size
@@ -201,87 +268,52 @@ class PagedMemory:
         for group in self._windowed:
             group.trim(rows, lengths)
 
-    def close(self, row: int) -> None:
-        """Give the row's blocks back. Its prefix may open another row."""
-        self._rows.require_open([row])
+    def free(self, row: int) -> None:
+        """Release the row and its blocks. Its prefix may be allocated a row again."""
+        self._rows.require_allocated([row])
         for group in self.groups:
             group.tables.free(row)
-        self._rows.end(row)
+        self._rows.remove(row)
 
     def swap_out(self, row: int) -> bool:
-        """Close the row and keep what it has computed in the host tier, for its prefix to open with again.
+        """Free the row and keep its computed tokens in the host tier, until its prefix is allocated again.
 
-        False, with nothing changed, if the host tier has no room for it, or blocks of the row wait for
-        copies themselves. Blocks whose content is there already are not copied again.
+        False, with nothing changed, if the host tier has no room for it, or blocks of the row wait for a
+        pending copy. Blocks whose content is there already are not copied again.
         """
-        self._rows.require_open([row])
+        self._rows.require_allocated([row])
         if self._host is None:
             return False
         if not self._host.swap_out(self._rows.prefix(row), row, int(self._rows.computed[row])):
             return False
-        self.close(row)
+        self.free(row)
         return True
 
-    def forget(self, prefix: Prefix) -> None:
-        """Give back what the host tier keeps for a request that was swapped out; nothing if it was not."""
-        if self._host is not None and prefix.host_copy is not None:
-            self._host.forget(prefix)
+    def discard(self, prefix: Prefix) -> None:
+        """Release the host blocks of a request that was swapped out; nothing if it was not."""
+        if self._host is not None:
+            self._host.discard(prefix)
 
-    def fork(self, row: int, new_row: int) -> Prefix:
-        """Begin `new_row` with all that `row` has computed, and return its prefix.
+    def drain_changes(self, group: int = 0) -> TableChanges:
+        """Entries of a group's block table set since the last call, of rows that have not been freed since.
 
-        Full blocks are shared. A partly filled one gets a copy, since both rows go on writing where it
-        ends: that is made by `drain_copies`, before either of them can. The two requests have the same tokens
-        up to here, and may differ from here on.
-
-        Raises OutOfBlocks, with nothing changed, if there is none for the copy, and ValueError if `row` has
-        not yet computed all tokens that it began with.
-        """
-        self._rows.require_open([row])
-        self._rows.require_vacant(new_row)
-        prefix = self._rows.prefix(row)
-        length = int(self._rows.computed[row])
-        if length < prefix.num_tokens:
-            raise ValueError(
-                f"row {row} has computed {length} of {prefix.num_tokens} tokens, so it cannot fork yet"
-            )
-        full, rest = divmod(length, self.block_size)
-        copies = len(self.groups) if rest else 0
-        if copies > self.num_free:
-            raise OutOfBlocks(copies, self.num_free)
-        for group in self.groups:
-            first = int(group.tables.firsts[row])
-            shared = group.tables.array[row, first:full].copy()
-            self.pool.share(shared)
-            if rest:
-                tail = self.pool.allocate(1)
-                self._transfers.copy(int(group.tables.array[row, full]), int(tail[0]))
-                shared = np.concatenate((shared, tail))
-            group.tables.attach(new_row, shared, first)
-        forked = prefix.fork(length)
-        self._rows.begin(new_row, forked, length)
-        return forked
-
-    def drain_changes(self, group: int = 0) -> Changes:
-        """Entries of a group's block table set since the last call, of rows that have not been closed since.
-
-        Entries before a sliding window are not set: take any block that exists for them, nobody reads it.
+        Entries before a sliding window are not set: use any valid block for them, attention does not read it.
         """
         return self.groups[group].tables.drain_changes()
 
-    def drain_copies(self) -> Copies:
-        """The copies of blocks that are due; perform them before the step of the plan just made.
+    def drain_copies(self) -> BlockCopies:
+        """The pending copies of blocks; perform them before the step of the plan just made.
 
-        First `out`, then `in_`, then `copy`; `Transfers` says why that is safe. A block is copied as a whole,
-        whichever layer group it serves. Blocks that are named stay held until then, so drain after an empty
-        plan too. Without a host tier and forks there is never anything to do.
+        First `swap_out`, then `swap_in`; `PendingCopies` says why that is safe. A block is copied as a whole,
+        whichever layer group it serves. Blocks of pending copies stay held until then, so drain after an
+        empty plan too. Without a host tier there are none.
         """
-        return self._transfers.drain()
+        return self._host.pending.drain() if self._host else BlockCopies()
 
     def reset(self) -> int:
-        """Forget all cached prefixes that no request holds, on both tiers.
+        """Remove all cached prefixes that no request holds, on both tiers. Call it with no copies pending.
 
-        Returns how many keys are left because requests hold their blocks. Call it with no copies due.
+        Returns how many keys are left because requests hold their blocks.
         """
         left = self.pool.reset()
         return left + self._host.pool.reset() if self._host else left
@@ -293,20 +325,20 @@ class PagedMemory:
         """
         self.pool.check()
         rows = np.arange(self.tables.max_rows)
-        device, host = self._transfers.references()
+        holders = []
         for group in self.groups:
             group.tables.check()
-            device += group.tables.blocks(rows, group.tables.firsts, group.tables.counts).tolist()
-            closed = np.flatnonzero(~self._rows.is_open & (group.tables.counts > 0))
-            require(closed.size == 0, f"the closed rows {closed.tolist()} hold blocks")
-            for row in np.flatnonzero(self._rows.is_open).tolist():
-                check_row(self.pool, group, row, self._rows.prefix(row), int(self._rows.computed[row]))
-        check_references("device", self.pool, device)
+            holders.append(group.tables.blocks(rows, group.tables.firsts, group.tables.counts))
+            stray = np.flatnonzero(~self._rows.allocated & (group.tables.counts > 0))
+            require(stray.size == 0, f"the free rows {stray.tolist()} hold blocks")
+            for row in np.flatnonzero(self._rows.allocated).tolist():
+                prefix = self._rows.prefix(row)
+                require(prefix.row == row, f"row {row} has a prefix that belongs to row {prefix.row}")
+                group.check_keys(row, prefix.keys, int(self._rows.computed[row]) // self.block_size)
         if self._host:
-            self._host.pool.check()
-            copies = [prefix.host_copy for prefix in self._host.swapped if prefix.host_copy]
-            host += [block for copy in copies for part in copy.blocks for block in part.tolist()]
-            check_references("host", self._host.pool, host)
+            self._host.check()
+            holders.append(self._host.pending.references()[0])
+        self.pool.check_references(np.concatenate(holders))
 
     def _publish(
         self,
@@ -322,7 +354,7 @@ class PagedMemory:
         keys = []
         for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
             prefix = self._rows.prefix(row)
-            prefix.cover(tokens[row], end * self.block_size)
+            prefix.extend(tokens[row], end * self.block_size)
             keys += prefix.keys[start:end]
         for group in self.groups:
             self.pool.publish(group.tables.blocks(rows, starts, ends), group.keys(keys))
@@ -331,11 +363,11 @@ class PagedMemory:
         assert self._host is not None
         self._host.offload(blocks, keys)
 
-    def _opening(self, prefix: Prefix) -> Opening:
-        """What a row of `prefix` would open with."""
+    def _prefix_hit(self, prefix: Prefix) -> PrefixHit:
+        """The cached blocks that a row of `prefix` would begin with."""
         limit = min(max(prefix.num_tokens - 1, 0) // self.block_size, self.tables.max_blocks)
-        return find_opening(prefix, limit, self.groups, self.pool, self.host_pool)
+        return find_prefix_hit(prefix, limit, self.groups, self.pool, self.host_pool)
 
-    def _revived(self, blocks: NDArray[np.int32]) -> int:
-        """How many of the blocks count as free until a row holds them."""
+    def _unreferenced(self, blocks: NDArray[np.int32]) -> int:
+        """Number of the blocks that count as free until a row holds them."""
         return int(np.count_nonzero(self.pool.refcounts[blocks] == 0))

@@ -1,20 +1,48 @@
-"""Which blocks are free, who shares the others, and which of them hold a known prefix."""
+"""Pool of KV cache blocks: reference counts, LRU reuse, the prefix index and its events."""
 
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvblocks.errors import OutOfBlocks, require
-from kvblocks.events import AllCleared, BlockRemoved, BlockStored, CacheEvent
 from kvblocks.lru import LruQueue
-from kvblocks.stats import PoolStats
+
+
+class BlockStored(NamedTuple):
+    """Event: `block` was published under `key`."""
+
+    block: int
+    key: bytes
+
+
+class BlockRemoved(NamedTuple):
+    """Event: `key` left the index, because `block` was evicted or the cache was reset."""
+
+    block: int
+    key: bytes
+
+
+class AllCleared(NamedTuple):
+    """Event: the index is empty."""
+
+
+CacheEvent = BlockStored | BlockRemoved | AllCleared
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """Totals since the pool was made, in blocks."""
+
+    allocated: int = 0
+    published: int = 0
+    evicted: int = 0
 
 
 class Match(NamedTuple):
-    """Blocks that were found by their keys, int32 [n], and what tells whether they still are, int64 [n]."""
+    """Blocks found by their keys, int32 [n], and their stamps then, int64 [n], to see lost keys by."""
 
     blocks: NDArray[np.int32]
     stamps: NDArray[np.int64]
@@ -22,9 +50,8 @@ class Match(NamedTuple):
 
 NO_MATCH = Match(np.empty(0, np.int32), np.empty(0, np.int64))
 
-
 _FEW = 16
-"""Up to so many, a list is looked through faster than numpy starts."""
+"""Up to this many ids, Python checks a list faster than numpy does an array."""
 
 
 class BlockPool:
@@ -33,14 +60,14 @@ class BlockPool:
     A block is in one of three states:
 
     - referenced: its reference count is 1 or more;
-    - blank: free, and its content is worth nothing;
-    - cached: free, and its content is known by a key. `share` brings it back as it is.
+    - blank: free, without cached content;
+    - cached: free, its content published under a key. `share` takes it as it is.
 
     `allocate` takes blank blocks first, the last released first, and then cached ones, the least recently
-    used first; those lose their key. Calls are all or nothing: one that raises has changed nothing.
+    used first; those are evicted and lose their key. A call that raises has changed nothing.
 
-    `on_evict` is called with blocks (int32 [n], least recently used first) and their keys when `allocate` has
-    taken cached ones, whose content is still there until somebody writes. `clock` gives seconds.
+    `on_evict` is called with the blocks that `allocate` evicts (int32 [n], least recently used first) and
+    their keys, before anything is written to them.
     """
 
     def __init__(
@@ -49,7 +76,6 @@ class BlockPool:
         *,
         record_events: bool = False,
         on_evict: Callable[[NDArray[np.int32], list[bytes]], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
@@ -61,19 +87,17 @@ class BlockPool:
         self._cached = LruQueue(num_blocks)
         self._index: dict[bytes, int] = {}
         self._published = np.zeros(num_blocks, np.bool_)
-        # Of published blocks; what others had may still stand there.
+        # Valid for published blocks only; others may still have an old one.
         self._keys = [b""] * num_blocks
         self._seat = np.empty(num_blocks, np.int32)
-        # Grows whenever the block loses a key, so a block found earlier can be told to be the same still.
+        # Incremented whenever the block loses its key, so that `rematch` can tell whether it still has it.
         self._stamps = np.zeros(num_blocks, np.int64)
-        self._born = np.zeros(num_blocks, np.float64)
         self._events: list[CacheEvent] | None = [] if record_events else None
         self._on_evict = on_evict
-        self._clock = clock
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give out: blank and cached ones."""
+        """Blocks that `allocate` can take: blank and cached ones."""
         return self._num_blank + len(self._cached)
 
     @property
@@ -108,30 +132,29 @@ class BlockPool:
         self.stats.allocated += n
         if evicted is not None:
             self.stats.evicted += evicted.size
-            forgotten = self._forget(evicted)
+            listed = self._unpublish(evicted)
             if self._on_evict is not None:
-                self._on_evict(evicted, [self._keys[block] for block in forgotten])
-        self._born[blocks] = self._clock()
+                self._on_evict(evicted, [self._keys[block] for block in listed])
         return blocks
 
     def share(self, blocks: ArrayLike) -> None:
         """Add a reference to each of `blocks` (int [n], distinct). A cached block becomes referenced.
 
-        Raises ValueError if one is blank: it holds nothing that could be shared.
+        Raises ValueError if one is blank.
         """
         ids = self._distinct(blocks)
         unreferenced = ids[self._refcounts[ids] == 0]
         blank = unreferenced[~self._published[unreferenced]]
         if blank.size:
-            raise ValueError(f"blocks {blank.tolist()} are free and hold nothing to share")
+            raise ValueError(f"blocks {blank.tolist()} are free and have no content to share")
         self._cached.remove(unreferenced)
         self._refcounts[ids] += 1
 
     def release(self, blocks: ArrayLike) -> None:
         """Drop a reference from each of `blocks` (int [n], distinct, in the order of their sequence).
 
-        Those left without one become free. Of a sequence the tail will be reused before the head, because
-        a prefix is of use to more prompts the shorter it is.
+        Those left without one become free. A sequence's tail is reused before its head, because the head is a
+        prefix of more prompts.
         """
         ids = self._distinct(blocks)
         counts = self._refcounts[ids]
@@ -141,16 +164,14 @@ class BlockPool:
         freed = ids[counts == 1]
         published = self._published[freed]
         self._cached.append(freed[published][::-1])
-        blank = freed[~published]
-        self._push_blank(blank)
-        self._note_lost(blank)
+        self._push_blank(freed[~published])
 
     def lookup(self, key: bytes) -> int:
-        """The block that holds the content of `key`, or -1. Does not count as a use."""
+        """The block published under `key`, or -1. Does not count as a use."""
         return self._index.get(key, -1)
 
     def match(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
-        """The blocks of the longest leading run of `keys` that are all known, int32 [hits]."""
+        """The blocks of the longest leading run of published `keys`, int32 [hits]."""
         found = []
         get = self._index.get
         for key in keys:
@@ -161,9 +182,9 @@ class BlockPool:
         return np.array(found, np.int32)
 
     def rematch(self, keys: Sequence[bytes], earlier: Match = NO_MATCH) -> Match:
-        """What `match` finds for `keys`, given an earlier answer for them or for a beginning of them.
+        """`match` for `keys`, given an earlier result for them or for their beginning.
 
-        Costs a vectorised comparison and one lookup as long as the answer is the same.
+        Costs a vectorised comparison and one lookup as long as the result is the same.
         """
         kept = self._stamps[earlier.blocks] == earlier.stamps
         num_kept = earlier.blocks.size if kept.all() else int(kept.argmin())
@@ -174,21 +195,21 @@ class BlockPool:
         return Match(blocks, self._stamps[blocks])
 
     def key_of(self, block: int) -> bytes | None:
-        """The key that `block` answers to, or None."""
+        """The key that `block` is published under, or None."""
         return self._keys[block] if self._published[block] else None
 
     def publish(self, blocks: ArrayLike, keys: Sequence[bytes]) -> None:
-        """Let `blocks` (int [n], distinct, referenced) answer to `keys`, one each.
+        """Enter `blocks` (int [n], distinct, referenced) in the prefix index under `keys`, one each.
 
-        Only for blocks that are full and whose content has been computed, for from now on another sequence
-        may read them. A key that is known already stays with the block it has. Raises ValueError if a
-        block is not referenced, or answers to another key: content never changes under a key.
+        Only for blocks that are full and computed, since from now on other sequences may read them. A key
+        that is published already keeps its block. Raises ValueError if a block is not referenced, or is
+        published under another key: content never changes under a key.
         """
         ids = self._distinct(blocks)
         if ids.size != len(keys):
-            raise ValueError(f"{ids.size} blocks cannot answer to {len(keys)} keys")
+            raise ValueError(f"{ids.size} blocks cannot be published under {len(keys)} keys")
         if not all(keys):
-            raise ValueError("a key is empty, so it cannot tell one content from another")
+            raise ValueError("a key is empty")
         free = ids[self._refcounts[ids] == 0]
         if free.size:
             raise ValueError(f"blocks {free.tolist()} are published but have no reference")
@@ -209,31 +230,31 @@ class BlockPool:
             self._events += [BlockStored(block, self._keys[block]) for block in stored]
 
     def reset(self) -> int:
-        """Forget the keys of all cached blocks, which become blank. Referenced blocks keep theirs.
+        """Remove the keys of all cached blocks, which become blank. Referenced blocks keep theirs.
 
-        Returns how many keys are left because their blocks are referenced: 0 says that the index is empty.
+        Returns how many keys are left.
         """
         blocks = self._cached.pop(len(self._cached))
-        self._forget(blocks)
+        self._unpublish(blocks)
         self._push_blank(blocks)
         if self._events is not None and not self._index:
             self._events.append(AllCleared())
         return len(self._index)
 
     def repeated(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of `blocks` (int32 [n], all of this pool) are named once more later on, bool [n]."""
-        # Each id takes its seat; one that finds another sitting there has been named again.
+        """Mask, bool [n], of the elements of `blocks` (int32 [n], ids of this pool) that occur again."""
+        # Of equal ids the last one's number stays in the seat.
         numbers = np.arange(blocks.size, dtype=np.int32)
         self._seat[blocks] = numbers
         return self._seat[blocks] != numbers
 
     def events(self) -> list[CacheEvent]:
-        """What happened to the index since the last call, oldest first.
+        """Changes of the prefix index since the last call, oldest first.
 
         Raises RuntimeError unless the pool was made with `record_events=True`.
         """
         if self._events is None:
-            raise RuntimeError("this pool records no events; make it with record_events=True")
+            raise RuntimeError("this pool records no events; create it with record_events=True")
         drained, self._events = self._events, []
         return drained
 
@@ -251,30 +272,37 @@ class BlockPool:
             f"{listed[wrong].tolist()} times on a free list",
         )
         require(bool((self._refcounts >= 0).all()), "a reference count is below zero")
-        require(not self._published[blank].any(), "a blank block answers to a key")
-        require(bool(self._published[cached].all()), "a cached block answers to no key")
+        require(not self._published[blank].any(), "a blank block has a key")
+        require(bool(self._published[cached].all()), "a cached block has no key")
         keyed = np.flatnonzero(self._published).tolist()
-        require(len(self._index) == len(keyed), f"{len(self._index)} keys lead to {len(keyed)} blocks")
+        require(
+            len(self._index) == len(keyed),
+            f"{len(self._index)} keys are indexed and {len(keyed)} blocks are published",
+        )
         lost = [block for block in keyed if self._index.get(self._keys[block]) != block]
-        require(not lost, f"the keys of blocks {lost} lead to others or nowhere")
+        require(not lost, f"the index does not map the keys of blocks {lost} to them")
 
-    def _forget(self, blocks: NDArray[np.int32]) -> list[int]:
-        """Take the keys of published blocks out of the index, and return the blocks."""
+    def check_references(self, holders: NDArray[np.integer]) -> None:
+        """Raise IntegrityError unless each block has as many references as `holders` (int [n]) names it."""
+        held = np.bincount(holders, minlength=self.num_blocks)
+        wrong = np.flatnonzero(held != self._refcounts)
+        require(
+            wrong.size == 0,
+            f"blocks {wrong.tolist()} have {self._refcounts[wrong].tolist()} references "
+            f"and are held {held[wrong].tolist()} times",
+        )
+
+    def _unpublish(self, blocks: NDArray[np.int32]) -> list[int]:
+        """Remove the keys of published blocks from the index, and return the blocks as a list."""
         self._published[blocks] = False
         self._stamps[blocks] += 1
-        self._note_lost(blocks)
-        forgotten = blocks.tolist()
+        listed = blocks.tolist()
         index, keys = self._index, self._keys
-        for block in forgotten:
+        for block in listed:
             del index[keys[block]]
         if self._events is not None:
-            self._events += [BlockRemoved(block, keys[block]) for block in forgotten]
-        return forgotten
-
-    def _note_lost(self, blocks: NDArray[np.int32]) -> None:
-        if blocks.size:
-            self.stats.lost += blocks.size
-            self.stats.lifetimes += self._clock() * blocks.size - float(self._born[blocks].sum())
+            self._events += [BlockRemoved(block, keys[block]) for block in listed]
+        return listed
 
     def _push_blank(self, blocks: NDArray[np.int32]) -> None:
         end = self._num_blank + blocks.size
@@ -282,7 +310,7 @@ class BlockPool:
         self._num_blank = end
 
     def _distinct(self, blocks: ArrayLike) -> NDArray[np.int32]:
-        """`blocks` as int32 [n]; ValueError if one is no block of this pool or is named twice."""
+        """`blocks` as int32 [n]; ValueError if an id is out of range or occurs twice."""
         ids = np.asarray(blocks, np.int32)
         if ids.ndim != 1:
             raise ValueError(f"block ids come as a list or a 1-d array, not with shape {ids.shape}")
@@ -297,5 +325,5 @@ class BlockPool:
             raise ValueError(f"block ids go from 0 to {self.num_blocks - 1}, not {ids.min()} to {ids.max()}")
         again = self.repeated(ids)
         if again.any():
-            raise ValueError(f"blocks {ids[again].tolist()} are named more than once")
+            raise ValueError(f"blocks {ids[again].tolist()} occur more than once")
         return ids

@@ -1,5 +1,6 @@
-"""Which block holds which part of which row: the block table that attention reads."""
+"""Block tables of all rows, and the layer groups that have one each."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +10,8 @@ from kvblocks.errors import require
 from kvblocks.pool import BlockPool
 
 
-class Changes(NamedTuple):
-    """Table entries that were set: `array[rows[i], indices[i]] == blocks[i]`; each int32 [n]."""
+class TableChanges(NamedTuple):
+    """Block table entries that were set: `array[rows[i], indices[i]] == blocks[i]`; each int32 [n]."""
 
     rows: NDArray[np.int32]
     indices: NDArray[np.int32]
@@ -18,19 +19,19 @@ class Changes(NamedTuple):
 
 
 class BlockTables:
-    """A row's tokens `i * block_size` to `(i + 1) * block_size - 1` live in block `array[row, i]`.
+    """Block table of each row: its tokens from `i * block_size` on are in block `array[row, i]`.
 
         block_size 4       array                firsts  counts
         row 0, 9 tokens    [ 5 |  2 |  7 | -1 ]    0       3     token 8 is in block 7, at offset 0
         row 1, empty       [-1 | -1 | -1 | -1 ]    0       0
         row 2, trimmed     [-1 |  3 |  6 | -1 ]    1       3     tokens 0 to 3 are no longer needed
 
-    A row's table is append-only: an entry, once set, stays until it is trimmed or the row is freed. That is
-    why whoever keeps a copy of the tables need only be told of new entries, and why "new since the last
-    drain" is one number a row. Trimmed entries may keep their old values in a copy: nobody reads them.
+    A row's table is append-only: an entry, once set, stays until it is trimmed or the row is freed. So a copy
+    of the tables is kept up to date with new entries alone, and "new since the last drain" is one number a
+    row. Trimmed entries may keep their old values in a copy: attention does not read them.
 
     `array` is int32 [max_rows, max_blocks], -1 where unused; a row's blocks are the entries `firsts` to
-    `counts - 1`, each int32 [max_rows]. Read them, and leave the writing to the methods.
+    `counts - 1`, each int32 [max_rows]. Treat all three as read-only.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, max_rows: int, max_blocks: int) -> None:
@@ -49,9 +50,9 @@ class BlockTables:
         self._drained = np.zeros(max_rows, np.int32)
 
     def attach(self, row: int, blocks: ArrayLike, first: int = 0) -> None:
-        """Begin the empty `row` with `blocks` (int [n]), whose references become the row's.
+        """Set the entries of the empty `row` from `first` on to `blocks` (int [n]), taking their references.
 
-        They are its entries from `first` on; those before are as good as trimmed.
+        Entries before `first` count as trimmed.
         """
         self._check_row(row)
         ids = np.asarray(blocks, np.int32)
@@ -66,14 +67,14 @@ class BlockTables:
         self._drained[row] = first
 
     def needed(self, rows: ArrayLike, lengths: ArrayLike) -> int:
-        """How many blocks `grow` would allocate."""
+        """Number of blocks that `grow` would allocate."""
         return int(self._missing(rows, lengths)[1].sum())
 
     def grow(self, rows: ArrayLike, lengths: ArrayLike) -> None:
-        """Give each of `rows` (int [n], distinct) the blocks for `lengths` (int [n]) tokens in all.
+        """Allocate blocks so that each of `rows` (int [n], distinct) holds `lengths` (int [n]) tokens in all.
 
         Only rows that cross a block boundary cost anything. Raises OutOfBlocks, or ValueError for a length
-        beyond `max_blocks`; nothing has changed then.
+        beyond `max_blocks`, with nothing changed.
         """
         growing, missing = self._missing(rows, lengths)
         if growing.size == 0:
@@ -94,10 +95,10 @@ class BlockTables:
         return self.array[row, self.firsts[row] : self.counts[row]]
 
     def trim(self, rows: ArrayLike, tokens: ArrayLike) -> None:
-        """Give back the blocks of `rows` (int [n], distinct) that end before `tokens[i]` (int [n]) of each.
+        """Release the blocks of `rows` (int [n], distinct) that end before token `tokens[i]` (int [n]) each.
 
-        For layers that attend to a window: `tokens[i]` is the first one that is still needed. Only rows whose
-        window has left a block cost anything.
+        For sliding windows: `tokens[i]` is the first token that is still attended to. Only rows whose window
+        has left a block cost anything.
         """
         rows = np.asarray(rows, np.intp)
         ends = np.minimum(np.asarray(tokens) // self.block_size, self.counts[rows])
@@ -112,7 +113,7 @@ class BlockTables:
         self.array[entries] = -1
         self.firsts[rows] = ends
         self._drained[rows] = np.maximum(self._drained[rows], ends)
-        while blocks.size:  # more than once only if rows that share a block leave it together
+        while blocks.size:  # again only for blocks that several of the rows share
             again = self.pool.repeated(blocks)
             self.pool.release(blocks[~again])
             blocks = blocks[again]
@@ -127,13 +128,13 @@ class BlockTables:
         self.counts[row] = 0
         self._drained[row] = 0
 
-    def drain_changes(self) -> Changes:
-        """The entries set since the last call, by row and index, of rows that have not been freed since."""
+    def drain_changes(self) -> TableChanges:
+        """Entries set since the last call, by row and index, of rows that have not been freed since."""
         rows = np.flatnonzero(self.counts > self._drained)
         starts = self._drained[rows]
         self._drained[rows] = self.counts[rows]
         of, indices = _spread(rows, starts, self.counts[rows] - starts)
-        return Changes(of.astype(np.int32), indices.astype(np.int32), self.array[of, indices])
+        return TableChanges(of.astype(np.int32), indices.astype(np.int32), self.array[of, indices])
 
     def check(self) -> None:
         """Walk every invariant of the tables; raise IntegrityError with the numbers that disagree."""
@@ -142,9 +143,9 @@ class BlockTables:
         entries = int(np.count_nonzero(self.array != -1))
         require(entries == blocks.size, f"tables have {entries} entries and count {blocks.size}")
         known = (blocks >= 0) & (blocks < self.pool.num_blocks)
-        require(bool(known.all()), f"tables name the blocks {blocks[~known].tolist()}, which do not exist")
+        require(bool(known.all()), f"tables have the blocks {blocks[~known].tolist()}, which do not exist")
         twice = blocks.size - np.unique(rows * self.pool.num_blocks + blocks).size
-        require(twice == 0, f"{twice} times a row has a block more than once")
+        require(twice == 0, f"rows have {twice} blocks more than once")
         holders = np.bincount(blocks, minlength=self.pool.num_blocks)
         short = np.flatnonzero(holders > self.pool.refcounts)
         require(
@@ -153,12 +154,12 @@ class BlockTables:
             f"with {self.pool.refcounts[short].tolist()} references",
         )
         ahead = np.flatnonzero((self._drained > self.counts) | (self._drained < self.firsts))
-        require(ahead.size == 0, f"rows {ahead.tolist()} have drained other entries than they hold")
+        require(ahead.size == 0, f"rows {ahead.tolist()} have drained entries that they do not hold")
 
     def _missing(
         self, rows: ArrayLike, lengths: ArrayLike
     ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """The rows whose length passes the end of their blocks, and how many blocks each lacks."""
+        """The rows whose length exceeds their blocks, and the number of blocks that each lacks."""
         rows = np.asarray(rows, np.intp)
         lengths = np.asarray(lengths)
         crossing = np.flatnonzero(lengths > self.counts[rows] * self.block_size)
@@ -177,13 +178,13 @@ class BlockTables:
     def _check_distinct(self, rows: NDArray[np.integer]) -> None:
         if rows.size <= 16:
             if len(set(rows.tolist())) < rows.size:
-                raise ValueError("a row is named twice in one call")
+                raise ValueError("a row occurs twice in one call")
             return
-        # Each row takes its seat; one that finds another sitting there has been named twice.
+        # Of equal rows the last one's number stays in the seat.
         numbers = np.arange(rows.size, dtype=np.int32)
         self._seat[rows] = numbers
         if (self._seat[rows] != numbers).any():
-            raise ValueError("a row is named twice in one call")
+            raise ValueError("a row occurs twice in one call")
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.max_rows:
@@ -193,9 +194,68 @@ class BlockTables:
 def _spread(
     rows: NDArray[np.integer], starts: NDArray[np.integer], counts: NDArray[np.integer]
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Row and index of the entries `starts[i]` to `starts[i] + counts[i] - 1` of each row, in order."""
+    """Rows and indices of the entries `starts[i]` to `starts[i] + counts[i] - 1` of each row, in order."""
     if counts.size == np.count_nonzero(counts == 1):
         return rows, starts  # one entry each, as in most steps
     before = np.cumsum(counts) - counts
     indices = np.arange(counts.sum()) + np.repeat(starts - before, counts)
     return np.repeat(rows, counts), indices
+
+
+class LayerGroup:
+    """Layers that share a block table: those with full attention, or with a sliding window of one size.
+
+    `window` is the number of tokens that a token attends to, itself included; None for all. All groups take
+    blocks from one pool, so a block must have the same size in each. Blocks of different groups hold
+    different keys and values for the same tokens, and are published under different keys.
+    """
+
+    def __init__(self, number: int, window: int | None, tables: BlockTables) -> None:
+        if window is not None and window < 1:
+            raise ValueError(f"a window holds at least 1 token, not {window}")
+        self.window = window
+        self.tables = tables
+        # Token keys are 32 bytes, so a key with a suffix is no other group's.
+        self._suffix = number.to_bytes(2, "little") if number else b""
+
+    def keys(self, keys: list[bytes]) -> list[bytes]:
+        """The keys of this group's blocks, from the keys of their tokens."""
+        return [key + self._suffix for key in keys] if self._suffix else keys
+
+    def first_block(self, length: int) -> int:
+        """Index of the first table entry that tokens after the first `length` ones attend to."""
+        if self.window is None:
+            return 0
+        return max(length - self.window + 1, 0) // self.tables.block_size
+
+    def trim(self, rows: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Release the blocks that tokens after the first `lengths[i]` ones of each row do not attend to."""
+        if self.window is not None:
+            self.tables.trim(rows, np.maximum(lengths - self.window + 1, 0))
+
+    def check_keys(self, row: int, keys: list[bytes], full: int) -> None:
+        """Raise IntegrityError if a block of `row` is published under another key than its own, or too early.
+
+        `keys` are those of its tokens, and its first `full` blocks are full.
+        """
+        keys = self.keys(keys)
+        for index, block in enumerate(self.tables.held(row).tolist(), int(self.tables.firsts[row])):
+            key = self.tables.pool.key_of(block)
+            right = key is None or (index < full and key == keys[index])
+            require(right, f"row {row}'s block {index} ({full} are full) has a key of other content")
+
+
+def layer_groups(
+    windows: Sequence[int | None], pool: BlockPool, *, block_size: int, max_rows: int, max_blocks: int
+) -> list[LayerGroup]:
+    """A group with tables of its own for each window."""
+    if not windows:
+        raise ValueError("there is at least one layer group")
+    return [
+        LayerGroup(
+            number,
+            window,
+            BlockTables(pool, block_size=block_size, max_rows=max_rows, max_blocks=max_blocks),
+        )
+        for number, window in enumerate(windows)
+    ]

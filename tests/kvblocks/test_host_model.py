@@ -1,4 +1,4 @@
-"""Swapping, offloading, forks and layer groups under random schedules, on an array of contents.
+"""Swapping, offloading and layer groups under random schedules, on an array of contents.
 
 The cells hold, for each slot of each tier, what a cold run would have written there. Copies are performed on
 them in the order that `drain_copies` prescribes, and all at once within a list, as a device may. Wherever
@@ -36,7 +36,7 @@ class Request:
 
 
 class World:
-    """Rows, requests and both tiers' cells. Whatever is open to choice is left to `pick(sequence)`."""
+    """Rows, requests and both tiers' cells. Every choice is left to `pick(sequence)`."""
 
     def __init__(self, pick):
         self.pick = pick
@@ -107,12 +107,12 @@ class World:
         reuse = self.pick([True] * 5 + [False])
         prefix = self.memory.prefix(np.array(tokens, np.int32), reuse=reuse)
         request = Request(tokens, prefix, reuse)
-        if self.open(request) and self.pick([True, True, False]):
+        if self.allocate(request) and self.pick([True, True, False]):
             self.run([request], [len(tokens)])
 
     def resume(self):
         if self.waiting:
-            self.open(self.waiting.pop(self.pick(range(len(self.waiting)))))
+            self.allocate(self.waiting.pop(self.pick(range(len(self.waiting)))))
 
     def look(self):
         """A blocked request asks again and again."""
@@ -120,7 +120,7 @@ class World:
             request = self.pick(self.waiting)
             assert self.memory.cached_tokens(request.prefix) == self.expected_hit(request)
 
-    def open(self, request):
+    def allocate(self, request):
         if len(self.running) == ROWS:
             self.leave(self.pick(self.running), self.pick([True, False]))
         hit = self.expected_hit(request)
@@ -129,7 +129,7 @@ class World:
         fits = self.memory.fits(request.prefix, length)
         row = self.pick(sorted(set(range(ROWS)) - {other.row for other in self.running}))
         try:
-            assert self.memory.open(row, request.prefix) == hit
+            assert self.memory.allocate(row, request.prefix) == hit
         except OutOfBlocks:
             assert not fits
             self.waiting.append(request)
@@ -140,30 +140,6 @@ class World:
         self.running.append(request)
         assert fits == (self.memory.needed([row], [length]) <= self.memory.num_free)
         return True
-
-    def fork(self):
-        for _ in range(self.pick([1, 2, 3])):
-            self.fork_one()
-
-    def fork_one(self):
-        ready = [request for request in self.running if request.computed >= request.known]
-        if not ready or len(self.running) == ROWS:
-            return
-        parent = self.pick(ready)
-        row = min(set(range(ROWS)) - {other.row for other in self.running})
-        copies = len(self.windows) if parent.computed % BLOCK else 0
-        free = self.memory.num_free
-        try:
-            prefix = self.memory.fork(parent.row, row)
-        except OutOfBlocks:
-            assert copies > free
-            return
-        tokens = [*parent.tokens[: parent.computed], self.pick([1, 2, 3])]
-        child = Request(tokens[:CAPACITY], prefix, parent.reuse)
-        child.row = row
-        child.computed = child.known = parent.computed
-        self.tokens[row] = -1
-        self.running.append(child)
 
     def step(self):
         """Some rows run; all copies that are due come first."""
@@ -187,7 +163,7 @@ class World:
         self.drain()
         for request, length in zip(requests, lengths):
             self.write(request, length)
-        self.memory.computed(np.array(rows, int), np.array(lengths, int), self.tokens)
+        self.memory.commit(np.array(rows, int), np.array(lengths, int), self.tokens)
         for request, length in zip(requests, lengths):
             request.computed = length
             request.known = max(request.known, length)
@@ -211,9 +187,8 @@ class World:
         copies = self.memory.drain_copies()
         for copied in copies:
             assert len(set(copied.destinations.tolist())) == copied.destinations.size
-        self.host[copies.out.destinations] = self.device[copies.out.sources]
-        self.device[copies.in_.destinations] = self.host[copies.in_.sources]
-        self.device[copies.copy.destinations] = self.device[copies.copy.sources]
+        self.host[copies.swap_out.destinations] = self.device[copies.swap_out.sources]
+        self.device[copies.swap_in.destinations] = self.host[copies.swap_in.sources]
         self.read_all()
 
     def read_all(self):
@@ -258,7 +233,7 @@ class World:
         else:
             if swap:
                 self.memory.check()  # nothing has changed
-            self.memory.close(row)
+            self.memory.free(row)
         request.row = None
         request.computed = 0
         self.running.remove(request)
@@ -270,13 +245,13 @@ class World:
 
     def finish(self, request):
         self.keys(request.tokens)
-        self.memory.close(request.row)
+        self.memory.free(request.row)
         self.running.remove(request)
 
-    def forget(self):
+    def discard(self):
         if self.waiting:
             request = self.waiting.pop(self.pick(range(len(self.waiting))))
-            self.memory.forget(request.prefix)
+            self.memory.discard(request.prefix)
 
     def reset(self):
         self.memory.reset()
@@ -284,6 +259,8 @@ class World:
     def agrees(self):
         self.memory.check()
         for request in self.running:
+            held = sum(group.tables.held(request.row).size for group in self.memory.groups)
+            assert held <= self.memory.blocks_for(len(request.tokens))
             for group, window in enumerate(self.windows):
                 tables = self.memory.groups[group].tables
                 first = self.needed_from(group, request.computed) // BLOCK
@@ -294,9 +271,9 @@ class World:
     def end_all(self):
         self.drain()
         for request in self.running:
-            self.memory.close(request.row)
+            self.memory.free(request.row)
         for request in self.waiting:
-            self.memory.forget(request.prefix)
+            self.memory.discard(request.prefix)
         self.memory.check()
         assert self.memory.num_free == self.memory.num_blocks
         if self.memory.host_pool:
@@ -304,7 +281,7 @@ class World:
         assert self.memory.reset() == 0
 
 
-MOVES = ["arrive", "resume", "look", "fork", "step", "drain", "preempt", "rotate", "end", "forget"]
+MOVES = ["arrive", "resume", "look", "step", "drain", "preempt", "rotate", "end", "discard"]
 OFTEN = [*MOVES, "arrive", "arrive", "resume", "resume", "look", "step", "step", "step", "rotate"]
 
 
@@ -337,7 +314,7 @@ TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_long_walk(seed):
     """What a search for small examples seldom reaches: many requests, both tiers full, everything reused."""
     rng = random.Random(seed)

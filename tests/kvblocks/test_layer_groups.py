@@ -26,20 +26,20 @@ class Rig:
     def prefix(self, tokens):
         return self.memory.prefix(np.array(tokens, np.int32))
 
-    def run(self, row, tokens, chunk=24):
-        """Open a row and compute its tokens in chunks; returns how many needed no computing."""
-        known = self.memory.open(row, self.prefix(tokens))
+    def run(self, row, tokens, chunk=24, prefix=None):
+        """Allocate a row and compute its tokens in chunks; returns the number of cached tokens."""
+        known = self.memory.allocate(row, prefix or self.prefix(tokens))
         self.tokens[row, : len(tokens)] = tokens
         for end in [*range(known + chunk, len(tokens), chunk), len(tokens)]:
             self.memory.grow([row], [end])
-            self.memory.computed([row], [end], self.tokens)
+            self.memory.commit([row], [end], self.tokens)
             self.memory.check()
         return known
 
 
 def test_each_group_has_a_table_of_its_own():
     rig = Rig()
-    rig.memory.open(0, rig.prefix(PROMPT[:6]))
+    rig.memory.allocate(0, rig.prefix(PROMPT[:6]))
     assert rig.memory.needed([0], [6]) == 4
     rig.memory.grow([0], [6])
     assert rig.full.array[0, :3].tolist() == [0, 1, -1]
@@ -47,7 +47,7 @@ def test_each_group_has_a_table_of_its_own():
     assert rig.memory.num_free == 12
     assert rig.memory.drain_changes(0).blocks.tolist() == [0, 1]
     assert rig.memory.drain_changes(1).blocks.tolist() == [2, 3]
-    rig.memory.close(0)
+    rig.memory.free(0)
     assert rig.memory.num_free == 16
 
 
@@ -76,7 +76,7 @@ def test_a_long_prompt_in_chunks_needs_room_for_a_window_and_a_chunk():
 
 def test_grow_is_all_or_nothing_over_groups():
     rig = Rig(num_blocks=5)
-    rig.memory.open(0, rig.prefix(PROMPT))
+    rig.memory.allocate(0, rig.prefix(PROMPT))
     with pytest.raises(OutOfBlocks) as caught:
         rig.memory.grow([0], [12])
     assert (caught.value.requested, caught.value.free) == (6, 5)
@@ -87,20 +87,20 @@ def test_grow_is_all_or_nothing_over_groups():
 def test_entries_before_the_window_are_not_announced():
     rig = Rig()
     rig.run(0, PROMPT)
-    rig.memory.close(0)
+    rig.memory.free(0)
     rig.memory.drain_changes(1)
-    assert rig.memory.open(1, rig.prefix(PROMPT)) == 20
+    assert rig.memory.allocate(1, rig.prefix(PROMPT)) == 20
     assert rig.memory.drain_changes(0).indices.tolist() == [0, 1, 2, 3, 4]
     assert rig.memory.drain_changes(1).indices.tolist() == [3, 4]  # token 20 reads from position 15 on
     assert rig.sliding.firsts[1] == 3
 
 
 def evict(rig, group, *indices):
-    """Forget the keys of blocks of PROMPT, as eviction would."""
+    """Remove the keys of blocks of PROMPT, as eviction would."""
     keys = rig.memory.groups[group].keys(rig.prefix(PROMPT).keys)
     blocks = np.array([rig.memory.pool.lookup(keys[index]) for index in indices], np.int32)
     rig.memory.pool._cached.remove(blocks)
-    rig.memory.pool._forget(blocks)
+    rig.memory.pool._unpublish(blocks)
     rig.memory.pool._push_blank(blocks)
     rig.memory.check()
 
@@ -123,11 +123,11 @@ def evict(rig, group, *indices):
 def test_a_hit_is_good_for_all_groups(full, sliding, hit):
     rig = Rig()
     rig.run(0, PROMPT)
-    rig.memory.close(0)
+    rig.memory.free(0)
     evict(rig, 0, *full)
     evict(rig, 1, *sliding)
     assert rig.memory.cached_tokens(rig.prefix(PROMPT)) == hit
-    assert rig.memory.open(2, rig.prefix(PROMPT)) == hit
+    assert rig.memory.allocate(2, rig.prefix(PROMPT)) == hit
     rig.memory.check()
 
 
@@ -137,25 +137,50 @@ def test_fits_counts_all_groups():
     assert rig.memory.fits(prefix, 24)
     assert not rig.memory.fits(prefix, 24, reserve=1)
     rig.run(0, PROMPT)
-    rig.memory.close(0)
+    rig.memory.free(0)
     # 20 tokens are known: all 5 blocks of one group, 2 of the other, and 5 blocks are neither.
     assert rig.memory.fits(prefix, 24, reserve=3)
     assert not rig.memory.fits(prefix, 24, reserve=4)
 
 
-def test_a_windowed_row_is_swapped_and_forked():
+def test_a_windowed_row_is_swapped():
     rig = Rig(num_blocks=20, host_blocks=20)
-    rig.run(0, PROMPT[:10])  # the window has left block 0
-    prefix = rig.memory.fork(0, 1)
-    assert rig.sliding.array[1, 0] == -1
-    assert rig.sliding.array[1, 1] == rig.sliding.array[0, 1]
-    assert rig.memory.drain_copies().copy.sources.tolist() == [rig.full.array[0, 2], rig.sliding.array[0, 2]]
-    assert rig.memory.swap_out(1)
-    assert rig.memory.drain_copies().out.sources.size == 3 + 2
-    assert rig.memory.open(2, prefix) == 10
-    assert rig.memory.drain_copies().in_.sources.size == 2  # the last block of each group
+    prefix = rig.prefix(PROMPT[:10])
+    rig.run(0, PROMPT[:10], prefix=prefix)  # the window has left block 0
+    assert rig.memory.swap_out(0)
+    assert rig.memory.drain_copies().swap_out.sources.size == 3 + 2
+    assert rig.memory.allocate(2, prefix) == 10
+    assert rig.memory.drain_copies().swap_in.sources.size == 2  # the last block of each group
     assert rig.sliding.firsts[2] == 1
     rig.memory.check()
+
+
+def every_chunking(length):
+    """All ways of computing `length` tokens in steps: the tokens computed after each of them."""
+    for cuts in range(2 ** (length - 1)):
+        yield [end for end in range(1, length) if cuts >> (end - 1) & 1] + [length]
+
+
+@pytest.mark.parametrize("windows", [(None,), (3,), (1,), (None, 3), (None, 2, 5)])
+def test_blocks_for_is_the_most_that_any_chunking_of_a_request_holds(windows):
+    for length in range(1, 10):
+        most = 0
+        for chunks in every_chunking(length):
+            memory = PagedMemory(
+                num_blocks=40,
+                block_size=2,
+                max_rows=1,
+                max_blocks_per_row=6,
+                windows=windows,
+                prefix_caching=False,
+            )
+            tokens = np.arange(24, dtype=np.int32)[None]
+            memory.allocate(0, memory.prefix(tokens[0, :length]))
+            for end in chunks:
+                memory.grow([0], [end])
+                most = max(most, 40 - memory.num_free)
+                memory.commit([0], [end], tokens)
+        assert memory.blocks_for(length) == most
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,3 @@ def test_extra_keys_of_other_types_are_refused(extra):
 def test_a_block_holds_at_least_one_token():
     with pytest.raises(ValueError, match="at least 1 token, not 0"):
         PrefixHasher(0)
-
-
-def test_a_copy_goes_its_own_way():
-    hasher = PrefixHasher(4)
-    hasher.extend([1, 2, 3, 4, 5])
-    copy = hasher.copy()
-    assert copy.num_tokens == 5
-    assert hasher.extend([6, 7, 8]) == PrefixHasher(4).extend([1, 2, 3, 4, 5, 6, 7, 8])[1:]
-    assert copy.extend([9, 9, 9]) == PrefixHasher(4).extend([1, 2, 3, 4, 5, 9, 9, 9])[1:]
