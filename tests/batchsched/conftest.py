@@ -1,4 +1,4 @@
-"""Memories that count blocks the plainest way, and a runner that believes only what plans tell it."""
+"""Memories that count blocks the plainest way, and a runner that keeps rows by what plans tell it."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -15,20 +15,23 @@ class CountingMemory:
     def __init__(self, num_blocks, block_size=4):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.held = {}
-        self.published = {}
+        self.held = {}  # row: its number of blocks
+        self.committed = {}  # row: tokens of the last commit
 
     @property
     def num_free(self):
         return self.num_blocks - sum(self.held.values())
 
+    def blocks_for(self, length):
+        return -(-length // self.block_size)
+
     def prefix(self, tokens, extra, *, reuse):
         return None
 
     def fits(self, prefix, length, reserve):
-        return -(-length // self.block_size) + reserve <= self.num_free
+        return self.blocks_for(length) + reserve <= self.num_free
 
-    def open(self, row, prefix):
+    def allocate(self, row, prefix):
         assert row not in self.held
         self.held[row] = 0
         return 0
@@ -37,7 +40,7 @@ class CountingMemory:
         return sum(self.missing(row, length) for row, length in zip(rows.tolist(), lengths.tolist()))
 
     def missing(self, row, length):
-        return max(-(-length // self.block_size) - self.held[row], 0)
+        return max(self.blocks_for(length) - self.held[row], 0)
 
     def grow(self, rows, lengths):
         assert len(set(rows.tolist())) == len(rows)
@@ -45,12 +48,12 @@ class CountingMemory:
         for row, length in zip(rows.tolist(), lengths.tolist()):
             self.held[row] += self.missing(row, length)
 
-    def computed(self, rows, lengths, tokens):
+    def commit(self, rows, lengths, tokens):
         for row, length in zip(rows.tolist(), lengths.tolist()):
             assert length <= self.held[row] * self.block_size
-            self.published[row] = tokens[row, :length].tolist()
+            self.committed[row] = tokens[row, :length].tolist()
 
-    def close(self, row):
+    def free(self, row):
         del self.held[row]
 
     def check_empty(self):
@@ -63,8 +66,8 @@ class SwapMemory(CountingMemory):
     def __init__(self, num_blocks, block_size=4, host_blocks=0):
         super().__init__(num_blocks, block_size)
         self.host_blocks = host_blocks
-        self.prefixes = {}  # row: the prefix it is open with
-        self.has = {}  # row: how much of it is computed
+        self.prefixes = {}  # row: its prefix
+        self.computed = {}  # row: its computed tokens
         self.swapped_out = self.swapped_in = 0
         self.host = {}  # prefix: (blocks, computed tokens)
 
@@ -75,33 +78,33 @@ class SwapMemory(CountingMemory):
         assert self.host.get(prefix, (0, 0))[1] < length
         return super().fits(prefix, length, reserve)
 
-    def open(self, row, prefix):
-        super().open(row, prefix)
+    def allocate(self, row, prefix):
+        super().allocate(row, prefix)
         assert prefix not in self.prefixes.values()
         self.prefixes[row] = prefix
-        self.held[row], self.has[row] = self.host.pop(prefix, (0, 0))
+        self.held[row], self.computed[row] = self.host.pop(prefix, (0, 0))
         assert self.num_free >= 0
-        self.swapped_in += self.has[row]
-        return self.has[row]
+        self.swapped_in += self.computed[row]
+        return self.computed[row]
 
-    def computed(self, rows, lengths, tokens):
-        super().computed(rows, lengths, tokens)
-        self.has.update(zip(rows.tolist(), lengths.tolist()))
+    def commit(self, rows, lengths, tokens):
+        super().commit(rows, lengths, tokens)
+        self.computed.update(zip(rows.tolist(), lengths.tolist()))
 
-    def close(self, row):
-        super().close(row)
-        del self.prefixes[row], self.has[row]
+    def free(self, row):
+        super().free(row)
+        del self.prefixes[row], self.computed[row]
 
     def swap_out(self, row):
-        blocks = -(-self.has[row] // self.block_size)
+        blocks = self.blocks_for(self.computed[row])
         if blocks + sum(blocks for blocks, _ in self.host.values()) > self.host_blocks:
             return False
-        self.swapped_out += self.has[row]
-        self.host[self.prefixes[row]] = blocks, self.has[row]
-        self.close(row)
+        self.swapped_out += self.computed[row]
+        self.host[self.prefixes[row]] = blocks, self.computed[row]
+        self.free(row)
         return True
 
-    def forget(self, prefix):
+    def discard(self, prefix):
         self.host.pop(prefix, None)
 
     def check_empty(self):
@@ -117,13 +120,16 @@ class PrefixMemory:
         self.block_size = block_size
         self.references = [0] * num_blocks
         self.keys = {}  # block: all tokens up to its end
-        self.rows = {}  # row: its blocks
-        self.prefixes = {}
-        self.published = {}
+        self.held = {}  # row: its blocks
+        self.prefixes = {}  # row: its prefix
+        self.committed = {}  # row: tokens of the last commit
 
     @property
     def num_free(self):
         return self.references.count(0)
+
+    def blocks_for(self, length):
+        return -(-length // self.block_size)
 
     def prefix(self, tokens, extra, *, reuse):
         return SimpleNamespace(tokens=tokens.tolist(), extra=tuple(extra), reuse=reuse)
@@ -141,23 +147,24 @@ class PrefixMemory:
     def fits(self, prefix, length, reserve):
         hits = self.hits(prefix)
         revived = sum(self.references[block] == 0 for block in hits)
-        return -(-length // self.block_size) - len(hits) + revived + reserve <= self.num_free
+        return self.blocks_for(length) - len(hits) + revived + reserve <= self.num_free
 
-    def open(self, row, prefix):
-        assert row not in self.rows
-        self.rows[row] = self.hits(prefix)
+    def allocate(self, row, prefix):
+        assert row not in self.held
+        self.held[row] = self.hits(prefix)
         self.prefixes[row] = prefix
-        for block in self.rows[row]:
+        for block in self.held[row]:
             self.references[block] += 1
-        return len(self.rows[row]) * self.block_size
+        return len(self.held[row]) * self.block_size
 
     def needed(self, rows, lengths):
         return sum(self.missing(row, length) for row, length in zip(rows.tolist(), lengths.tolist()))
 
     def missing(self, row, length):
-        return max(-(-length // self.block_size) - len(self.rows[row]), 0)
+        return max(self.blocks_for(length) - len(self.held[row]), 0)
 
     def grow(self, rows, lengths):
+        assert len(set(rows.tolist())) == len(rows)
         assert self.needed(rows, lengths) <= self.num_free
         for row, length in zip(rows.tolist(), lengths.tolist()):
             for _ in range(self.missing(row, length)):
@@ -167,37 +174,37 @@ class PrefixMemory:
                 block = min(set(free) - set(keyed), default=keyed and keyed[-1])
                 self.keys.pop(block, None)
                 self.references[block] = 1
-                self.rows[row].append(block)
+                self.held[row].append(block)
 
-    def computed(self, rows, lengths, tokens):
+    def commit(self, rows, lengths, tokens):
         for row, length in zip(rows.tolist(), lengths.tolist()):
-            self.published[row] = tokens[row, :length].tolist()
+            self.committed[row] = tokens[row, :length].tolist()
             prefix = self.prefixes[row]
             prefix.tokens = max(prefix.tokens, tokens[row, :length].tolist(), key=len)
             for index in range(length // self.block_size):
                 key = (prefix.extra, tuple(prefix.tokens[: (index + 1) * self.block_size]))
                 if key not in self.keys.values():
-                    self.keys[self.rows[row][index]] = key
+                    self.keys[self.held[row][index]] = key
 
-    def close(self, row):
-        for block in self.rows.pop(row):
+    def free(self, row):
+        for block in self.held.pop(row):
             self.references[block] -= 1
         del self.prefixes[row]
 
     def check_empty(self):
-        assert self.rows == {}
+        assert self.held == {}
         assert self.references == [0] * self.num_blocks
 
 
 def token_at(handle, position):
-    """What every runner here samples at a position: a function of who and where, so loss and repeats show."""
+    """The token every runner here samples at a position; it depends on both, so loss and repeats show."""
     return (handle * 31 + position * 7) % 97
 
 
 def answer(request, max_model_len):
-    """The tokens a request must get and why it ends, worked out one by one."""
+    """The tokens an undisturbed request gets after its prompt and why it ends, worked out one by one."""
     tokens = []
-    size = len(request.tokens)
+    size = len(request.prompt)
     while True:
         token = token_at(request.handle, size + len(tokens))
         tokens.append(token)
@@ -214,12 +221,12 @@ class Runner:
         self.rows = {}
 
     def run(self, plan):
-        for row in plan.closed.tolist():
+        for row in plan.freed.tolist():
             del self.rows[row]
-        for opened in plan.opened:
-            assert opened.row not in self.rows
-            self.rows[opened.row] = SimpleNamespace(
-                handle=opened.handle, tokens=opened.tokens.tolist(), computed=opened.num_cached
+        for admitted in plan.admitted:
+            assert admitted.row not in self.rows
+            self.rows[admitted.row] = SimpleNamespace(
+                handle=admitted.handle, tokens=admitted.tokens.tolist(), computed=admitted.num_cached
             )
         sampled, counts, drafts = [], [], plan.drafts.tolist()
         for row, start, count, samples, drafted in zip(
@@ -250,18 +257,18 @@ class Runner:
 
 
 class Engine:
-    """A scheduler, its memory and a runner; `emitted` and `finished` are by handle."""
+    """A scheduler, its memory and a runner; `generated` and `finished` are by handle."""
 
     def __init__(self, memory, *, policy=None, preemption=None, clock=None, **limits):
         self.memory = memory
-        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "headroom": 0}
+        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "watermark": 0}
         self.limits = Limits(**defaults | limits)
         clocks = {"clock": clock} if clock else {}
         self.scheduler = Scheduler(self.limits, memory, policy, preemption, **clocks)
         self.runner = Runner()
-        self.results = deque()
         self.plans = deque()  # those in flight
-        self.emitted = {}
+        self.results = deque()  # and their results
+        self.generated = {}
         self.finished = {}
         self.requests = {}
 
@@ -272,15 +279,14 @@ class Engine:
         request = Request(handle, np.array(prompt, np.int32), max_tokens, **options)
         self.scheduler.add(request)
         self.requests[handle] = request
-        self.emitted[handle] = []
+        self.generated[handle] = request.generated.tolist()
 
     def draft(self, handle, right, wrong=0):
-        """Draft and return tokens for a request that runs: first some right ones, then some wrong ones."""
+        """Draft tokens for a request that runs: first some right ones, then some wrong ones."""
         (row,) = (row for row, state in self.runner.rows.items() if state.handle == handle)
         known = len(self.runner.rows[row].tokens)
         drafts = [token_at(handle, position) for position in range(known, known + right)] + [-1] * wrong
         self.scheduler.draft(np.array([row]), np.array([drafts], np.int32))
-        return drafts
 
     def may_draft(self):
         """Requests that run, may have drafts, and have no step in flight that samples."""
@@ -294,42 +300,43 @@ class Engine:
             and self.requests[state.handle].max_drafts
         ]
 
-    @property
-    def num_in_flight(self):
-        return len(self.results)
-
     def plan(self):
         plan = self.scheduler.plan()
+        assert not self.rows_in_flight() & {admitted.row for admitted in plan.admitted}
         if plan.rows.size:
             self.results.append(self.runner.run(plan))
             self.plans.append(plan)
         return plan
 
+    def rows_in_flight(self):
+        return {row for plan in self.plans for row in plan.rows.tolist()}
+
     def commit(self):
-        self.memory.published = {}
+        self.memory.committed = {}
         self.plans.popleft()
         committed = self.scheduler.commit(self.results.popleft())
-        for row, tokens in self.memory.published.items():
+        for row, tokens in self.memory.committed.items():
             assert tokens == self.runner.rows[row].tokens[: len(tokens)]
         for handle, token, finished, count in zip(
             *(column.tolist() for column in (committed.handles, committed.tokens, committed.finished)),
             committed.num_generated.tolist(),
         ):
             assert handle not in self.finished
-            self.emitted[handle].append(token)
-            assert len(self.emitted[handle]) == count
+            self.generated[handle].append(token)
+            assert len(self.generated[handle]) == count
             if finished:
                 self.finished[handle] = Finish(finished)
         return committed
 
     def step(self):
-        """Plan and commit one step. Returns what ran: {handle: (start, count)}, * marking who sampled."""
+        """Plan and commit one step. Returns what ran, see `ran`."""
         ran = self.ran(self.plan())
         if self.results:
             self.commit()
         return ran
 
     def ran(self, plan):
+        """{handle: (start, count)} of a plan's rows, with a third element "*" where they sample."""
         return {
             self.runner.rows[row].handle: (start, count, "*") if samples else (start, count)
             for row, start, count, samples in zip(*(column.tolist() for column in plan[1:5]))
@@ -343,11 +350,11 @@ class Engine:
             self.commit()
 
     def check_answers(self):
-        """Every request that was added and not aborted got just what it should have."""
+        """Every request that was added and not aborted got the tokens of an undisturbed one."""
         for handle, request in self.requests.items():
-            tokens, why = answer(request, self.limits.max_model_len)
-            assert self.emitted[handle] == tokens
-            assert self.finished[handle] == why
+            tokens, finish = answer(request, self.limits.max_model_len)
+            assert self.generated[handle] == tokens
+            assert self.finished[handle] == finish
         self.memory.check_empty()
 
 
@@ -374,6 +381,6 @@ def engine_on():
 
 
 @pytest.fixture
-def oracle():
-    """`oracle(request, max_model_len)`: the tokens it must get, and why it ends."""
+def undisturbed():
+    """`undisturbed(request, max_model_len)`: the tokens it gets when it runs alone, and why it ends."""
     return answer

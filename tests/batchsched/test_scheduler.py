@@ -3,17 +3,7 @@
 import numpy as np
 import pytest
 
-from batchsched import (
-    DuplicateHandle,
-    Finish,
-    NeverFits,
-    PromptTooLong,
-    RequestRefused,
-    Scheduler,
-    StepMismatch,
-    StepResult,
-)
-from batchsched.limits import Limits
+from batchsched import DuplicateHandle, Finish, Limits, RequestRefused, Scheduler
 
 
 def test_a_request_is_prefilled_then_decoded_one_token_a_step(engine):
@@ -32,7 +22,7 @@ def test_max_tokens_1_is_one_step(engine):
     e = engine(num_blocks=8)
     e.add(7, prompt=5, max_tokens=1)
     assert e.step() == {7: (0, 5, "*")}
-    assert len(e.emitted[7]) == 1
+    assert len(e.generated[7]) == 1
     assert not e.scheduler.has_unfinished
 
 
@@ -48,9 +38,18 @@ def test_a_prompt_is_cut_to_the_budget_and_only_its_last_chunk_samples(engine):
     e.check_answers()
 
 
-@pytest.mark.parametrize("budget", [1, 5, 16, 17, 99, 100, 101])
-@pytest.mark.parametrize("max_num_seqs", [1, 4])
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "max_num_seqs", "prefix_cache"),
+    [
+        (1, 1, False),
+        (5, 4, True),
+        (16, 4, False),
+        (17, 1, True),
+        (99, 1, False),
+        (100, 4, True),
+        (101, 4, False),
+    ],
+)
 def test_any_budget_gives_the_same_answers(engine, budget, max_num_seqs, prefix_cache):
     e = engine(
         num_blocks=40,
@@ -76,7 +75,7 @@ def test_decodes_and_a_chunk_of_a_prompt_share_a_step(engine):
     assert e.step() == {1: (5, 1, "*"), 2: (8, 1, "*")}
 
 
-def test_a_budget_of_1_goes_to_whoever_came_first(engine):
+def test_a_budget_of_1_goes_to_the_first_request(engine):
     e = engine(num_blocks=16, max_num_batched_tokens=1)
     e.add(1, prompt=2, max_tokens=2)
     e.add(2, prompt=1, max_tokens=2)
@@ -125,93 +124,15 @@ def test_no_more_rows_than_max_num_seqs(engine):
     assert e.step() == {2: (2, 1, "*"), 3: (0, 2, "*")}
 
 
-def test_a_row_is_closed_before_it_is_opened_again(engine):
+def test_a_row_is_freed_before_it_is_admitted_again(engine):
     e = engine(num_blocks=16, max_num_seqs=1)
     e.add(1, prompt=2, max_tokens=1)
     e.add(2, prompt=3, max_tokens=1)
     first = e.plan()
     e.commit()
     second = e.plan()
-    assert (first.closed.tolist(), [(o.row, o.handle) for o in first.opened]) == ([], [(0, 1)])
-    assert (second.closed.tolist(), [(o.row, o.handle) for o in second.opened]) == ([0], [(0, 2)])
-
-
-def test_a_request_is_admitted_when_its_whole_prompt_fits_though_a_chunk_would(engine):
-    e = engine(num_blocks=4, max_num_batched_tokens=4)
-    e.add(1, prompt=4, max_tokens=5)  # 2 blocks in the end
-    e.add(2, prompt=12, max_tokens=1)  # 3 blocks
-    e.step()
-    assert e.step() == {1: (4, 1, "*")}  # 2 of 4 blocks are free, 3 are needed
-    e.drain()
-    e.check_answers()
-
-
-def test_the_rest_of_a_prompt_under_way_is_not_promised_twice(engine):
-    e = engine(num_blocks=5, max_num_batched_tokens=8, long_prefill_token_threshold=4)
-    e.add(1, prompt=12, max_tokens=1)  # 3 blocks, one a step
-    e.add(2, prompt=12, max_tokens=1)
-    e.add(3, prompt=4, max_tokens=1)
-    assert e.step() == {1: (0, 4)}  # 4 blocks are free, 2 of them are spoken for
-    assert e.step() == {1: (4, 4)}
-    assert e.step() == {1: (8, 4, "*")}
-    assert e.step() == {2: (0, 4), 3: (0, 4, "*")}
-    assert e.scheduler.load().preemptions == 0
-
-
-def test_nobody_overtakes_the_first_in_the_queue(engine):
-    e = engine(num_blocks=4)
-    e.add(1, prompt=8, max_tokens=3)
-    e.add(2, prompt=12, max_tokens=1)
-    e.add(3, prompt=1, max_tokens=1)  # would fit at once
-    assert list(e.step()) == [1]
-    assert list(e.step()) == [1]
-    assert list(e.step()) == [1]
-    assert list(e.step()) == [2, 3]
-
-
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(engine):
-    e = engine(num_blocks=8, block_size=16, max_model_len=512)
-    with pytest.raises(NeverFits, match=r"need 13 KV blocks and there are 8") as refused:
-        e.add(1, prompt=200, max_tokens=1)
-    assert (refused.value.needed, refused.value.capacity) == (13, 8)
-    assert isinstance(refused.value, ValueError)
-    for handle in (2, 3, 4):
-        e.add(handle, prompt=5, max_tokens=3)
-    e.drain()
-    e.check_answers()
-
-
-def test_the_last_token_needs_no_place(engine):
-    e = engine(num_blocks=2)
-    e.add(1, prompt=5, max_tokens=4)  # 9 tokens, 8 of them run: just the 2 blocks
-    with pytest.raises(NeverFits):
-        e.add(2, prompt=5, max_tokens=5)
-    e.drain()
-    e.check_answers()
-
-
-def test_what_max_model_len_cuts_off_needs_no_place(engine):
-    e = engine(num_blocks=2, max_model_len=9)
-    e.add(1, prompt=5, max_tokens=1000)
-    e.drain()
-    assert len(e.emitted[1]) == 4
-    assert e.finished == {1: Finish.LENGTH}
-
-
-@pytest.mark.parametrize(("prompt", "max_tokens", "emitted"), [(62, 100, 2), (63, 1, 1), (63, 2, 1)])
-def test_a_prompt_just_below_max_model_len(engine, prompt, max_tokens, emitted):
-    e = engine(num_blocks=32, max_model_len=64)
-    e.add(1, prompt=prompt, max_tokens=max_tokens)
-    e.drain()
-    assert len(e.emitted[1]) == emitted
-    assert e.finished == {1: Finish.LENGTH}
-
-
-@pytest.mark.parametrize("prompt", [64, 65])
-def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(engine, prompt):
-    e = engine(num_blocks=32, max_model_len=64)
-    with pytest.raises(PromptTooLong, match=rf"{prompt} tokens .* context 64"):
-        e.add(1, prompt=prompt, max_tokens=1)
+    assert (first.freed.tolist(), [(o.row, o.handle) for o in first.admitted]) == ([], [(0, 1)])
+    assert (second.freed.tolist(), [(o.row, o.handle) for o in second.admitted]) == ([0], [(0, 2)])
 
 
 def test_a_handle_is_refused_while_it_lives_and_no_longer(engine):
@@ -226,17 +147,17 @@ def test_a_handle_is_refused_while_it_lives_and_no_longer(engine):
     assert issubclass(DuplicateHandle, RequestRefused)
 
 
-def test_a_stop_id_ends_the_request_and_is_emitted(engine):
+def test_a_stop_id_ends_the_request_and_is_committed(engine):
     e = engine(num_blocks=8)
     # handle 0 after 2 prompt tokens: 14, 21, 28, 35, ...
     e.add(0, prompt=2, max_tokens=8, stop_ids=(500, 28))
     e.drain()
-    assert e.emitted[0] == [14, 21, 28]
+    assert e.generated[0] == [14, 21, 28]
     assert e.finished == {0: Finish.STOP}
 
 
 @pytest.mark.parametrize(
-    ("min_tokens", "emitted", "why"),
+    ("min_tokens", "generated", "why"),
     [
         (0, [14], Finish.STOP),
         (1, [14], Finish.STOP),
@@ -246,22 +167,22 @@ def test_a_stop_id_ends_the_request_and_is_emitted(engine):
         (5, [14, 21, 28, 35, 42], Finish.LENGTH),
     ],
 )
-def test_min_tokens_puts_stop_ids_off(engine, min_tokens, emitted, why):
+def test_stop_ids_below_min_tokens_do_not_count(engine, min_tokens, generated, why):
     e = engine(num_blocks=8)
     e.add(0, prompt=2, max_tokens=5, min_tokens=min_tokens, stop_ids=(14, 21, 35))
     e.drain()
-    assert e.emitted[0] == emitted
+    assert e.generated[0] == generated
     assert e.finished == {0: why}
 
 
-def test_a_stop_id_that_is_the_last_token_allowed_is_a_stop(engine):
+def test_a_stop_id_as_the_last_token_allowed_is_a_stop(engine):
     e = engine(num_blocks=8)
     e.add(0, prompt=2, max_tokens=2, stop_ids=(21,))
     e.drain()
     assert e.finished == {0: Finish.STOP}
 
 
-def test_committed_says_where_its_tokens_came_from(engine):
+def test_committed_has_each_tokens_index_in_the_result(engine):
     e = engine(num_blocks=16)
     for handle in (0, 1, 2):
         e.add(handle, prompt=2, max_tokens=4)
@@ -292,10 +213,10 @@ def test_plans_have_the_documented_types(engine):
         plan = e.plan()
         e.commit()
         types = [
-            column.dtype.name for column in (plan.rows, plan.starts, plan.counts, plan.samples, plan.closed)
+            column.dtype.name for column in (plan.rows, plan.starts, plan.counts, plan.samples, plan.freed)
         ]
         assert types == ["int32", "int32", "int32", "bool", "int32"]
-        assert all(opened.tokens.dtype == np.int32 for opened in plan.opened)
+        assert all(admitted.tokens.dtype == np.int32 for admitted in plan.admitted)
     assert plan.num_tokens == 1
 
 
@@ -304,77 +225,18 @@ def test_a_plan_without_rows_is_no_step(engine):
     e.add(1, prompt=2, max_tokens=1)
     e.step()
     nothing = e.plan()
-    assert (nothing.step, nothing.num_tokens, nothing.closed.size) == (0, 0, 0)
+    assert (nothing.step, nothing.num_tokens, nothing.freed.size) == (0, 0, 0)
     assert e.scheduler.num_in_flight == 0
     e.add(2, prompt=2, max_tokens=1)
     plan = e.plan()
-    assert (plan.step, plan.closed.tolist()) == (2, [0])  # the row closed meanwhile is told with a true step
-
-
-class TestPrefixCache:
-    def test_what_is_cached_is_not_run(self, engine):
-        e = engine(num_blocks=16, prefix_cache=True)
-        prompt = list(range(1, 11))
-        e.add(1, prompt, max_tokens=2)
-        e.step()
-        e.add(2, prompt, max_tokens=2)
-        plan = e.plan()
-        assert [(o.handle, o.num_cached, o.num_prompt) for o in plan.opened] == [(2, 8, 10)]
-        assert e.ran(plan) == {1: (10, 1, "*"), 2: (8, 2, "*")}
-        assert e.commit().num_cached.tolist() == [0, 8]
-
-    def test_one_token_is_left_to_run_when_all_are_cached(self, engine):
-        e = engine(num_blocks=16, prefix_cache=True)
-        e.add(1, list(range(8)), max_tokens=1)
-        e.step()
-        e.add(2, list(range(8)), max_tokens=1)
-        assert e.step() == {2: (4, 4, "*")}
-
-    def test_hits_let_in_what_would_not_fit_without(self, engine):
-        e = engine(num_blocks=5, prefix_cache=True)
-        e.add(1, list(range(12)), max_tokens=5)
-        e.step()
-        e.add(2, list(range(13)), max_tokens=1)  # 4 blocks, 3 of them those of 1
-        assert e.step() == {1: (12, 1, "*"), 2: (12, 1, "*")}
-
-    def test_a_request_that_wants_every_position_computed(self, engine):
-        e = engine(num_blocks=16, prefix_cache=True)
-        prompt = list(range(1, 11))
-        e.add(1, prompt, max_tokens=1)
-        e.step()
-        e.add(2, prompt, max_tokens=1, use_cache=False)
-        assert e.step() == {2: (0, 10, "*")}
-
-    def test_extra_keeps_requests_apart(self, engine):
-        e = engine(num_blocks=16, prefix_cache=True)
-        prompt = list(range(1, 11))
-        e.add(1, prompt, max_tokens=1, extra=(("salt", b"a"),))
-        e.step()
-        e.add(2, prompt, max_tokens=1, extra=(("salt", b"b"),))
-        e.add(3, prompt, max_tokens=1, extra=(("salt", b"a"),))
-        assert e.step() == {2: (0, 10, "*"), 3: (8, 2, "*")}
-
-    def test_nothing_is_shared_before_it_is_computed(self, engine):
-        e = engine(num_blocks=32, prefix_cache=True, max_num_batched_tokens=24)
-        prompt = list(range(1, 31))
-        e.add(1, prompt, max_tokens=1)
-        e.add(2, prompt, max_tokens=1)
-        assert e.step() == {1: (0, 24)}
-        assert e.step() == {1: (24, 6, "*"), 2: (24, 6, "*")}  # the 24 tokens that were computed by then
-
-    def test_the_blocks_of_the_last_step_are_cached_too(self, engine):
-        e = engine(num_blocks=32, prefix_cache=True)
-        e.add(0, list(range(6)), max_tokens=3)  # 8 of 9 tokens are run
-        e.drain()
-        e.add(1, [*range(6), *e.emitted[0]], max_tokens=1)
-        assert e.step() == {1: (8, 1, "*")}
+    assert (plan.step, plan.freed.tolist()) == (2, [0])  # the row closed meanwhile is told with a true step
 
 
 class TestAbort:
-    def test_of_nobody(self, engine):
+    def test_of_an_unknown_handle(self, engine):
         assert engine(num_blocks=4).scheduler.abort(1) is False
 
-    def test_while_it_waits(self, engine):
+    def test_of_a_waiting_request(self, engine):
         e = engine(num_blocks=16, max_num_seqs=1)
         for handle in (1, 2, 3):
             e.add(handle, prompt=2, max_tokens=2)
@@ -384,7 +246,7 @@ class TestAbort:
         e.step()
         assert list(e.step()) == [3]
 
-    def test_between_steps_frees_at_once(self, engine):
+    def test_between_steps_frees_the_row_at_once(self, engine):
         e = engine(num_blocks=4)
         e.add(1, prompt=8, max_tokens=8)
         e.add(2, prompt=8, max_tokens=8)
@@ -392,7 +254,7 @@ class TestAbort:
         assert e.scheduler.abort(1)
         assert e.memory.num_free == 2
         plan = e.plan()
-        assert (plan.closed.tolist(), e.ran(plan)) == ([0], {2: (8, 1, "*")})
+        assert (plan.freed.tolist(), e.ran(plan)) == ([0], {2: (8, 1, "*")})
 
     def test_in_the_middle_of_a_prompt(self, engine):
         e = engine(num_blocks=4, max_num_batched_tokens=3)
@@ -421,7 +283,7 @@ class TestAbort:
             e.add(1, prompt=3, max_tokens=1)
             assert e.commit().handles.size == 0
             e.drain()
-            assert len(e.emitted[1]) == 1
+            assert len(e.generated[1]) == 1
             del e.finished[1]
         e.memory.check_empty()
 
@@ -467,46 +329,10 @@ def test_time_in_the_queue_is_measured_on_the_clock_given(engine):
     e.add(1, prompt=2, max_tokens=1)
     e.add(2, prompt=2, max_tokens=1, arrival=90.0)
     now = 103.0
-    assert e.plan().opened[0].waited == 3.0
+    assert e.plan().admitted[0].waited == 3.0
     e.commit()
     now = 105.0
-    assert e.plan().opened[0].waited == 15.0
-
-
-class TestResults:
-    def test_without_a_step_in_flight(self, engine):
-        with pytest.raises(StepMismatch, match="no step is in flight"):
-            engine(num_blocks=8).scheduler.commit(StepResult(1, np.zeros(0, np.int32)))
-
-    def test_out_of_order(self, engine):
-        e = engine(num_blocks=8)
-        e.add(1, prompt=2, max_tokens=3)
-        e.plan()
-        e.plan()
-        with pytest.raises(StepMismatch, match="step 2 has a result, and step 1 comes first"):
-            e.scheduler.commit(e.results[1])
-        e.drain()
-        e.check_answers()
-
-    def test_of_the_wrong_size(self, engine):
-        e = engine(num_blocks=8)
-        e.add(1, prompt=2, max_tokens=3)
-        plan = e.plan()
-        with pytest.raises(StepMismatch, match="samples 1 tokens"):
-            e.scheduler.commit(StepResult(plan.step, np.zeros(2, np.int32)))
-        e.drain()
-        e.check_answers()
-
-
-def test_memory_that_someone_else_holds_for_good_is_an_error_not_a_silent_wait(engine):
-    e = engine(num_blocks=8)
-    e.memory.held["someone else"] = 7
-    e.add(1, prompt=8, max_tokens=1)
-    with pytest.raises(RuntimeError, match=r"1 requests wait for KV blocks .* 1 of 8 are free"):
-        e.plan()
-    del e.memory.held["someone else"]
-    e.drain()
-    assert e.finished == {1: Finish.LENGTH}
+    assert e.plan().admitted[0].waited == 15.0
 
 
 def test_the_policy_and_preemption_default_to_fcfs_and_recompute(engine):

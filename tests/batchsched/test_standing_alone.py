@@ -1,11 +1,15 @@
 """The package needs numpy and nothing else, and a step of decodes costs no Python a row."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from batchsched import StepResult
+
+README = Path(__file__).parents[2] / "packages/batchsched/README.md"
 
 
 def test_it_imports_neither_torch_nor_its_siblings():
@@ -18,15 +22,25 @@ def test_it_imports_neither_torch_nor_its_siblings():
     assert found.stdout.strip() == "[]"
 
 
+def test_the_first_example_of_the_readme_runs_as_written():
+    text = README.read_text()
+    program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second, third = ran.stdout.splitlines()[:3]
+    assert first == "1 (0, 0, 8, False)"
+    assert second.strip() == ""
+    assert third == "2 (0, 8, 1, True) (1, 0, 1, True)"
+
+
 class NoMemory:
-    """Takes no time and runs no Python a row."""
+    """Runs no Python a row."""
 
     block_size, num_blocks, num_free = 16, 10**6, 10**6
 
-    def nothing(self, *arguments, **options):
+    def zero(self, *arguments, **options):
         return 0
 
-    prefix = open = needed = grow = computed = close = nothing
+    prefix = blocks_for = allocate = needed = grow = commit = free = zero
 
     def fits(self, prefix, length, reserve):
         return True

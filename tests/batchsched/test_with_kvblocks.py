@@ -1,11 +1,11 @@
-"""On real paged memory: a position reads all before it through the block table, or answers differ."""
+"""On kvblocks.PagedMemory: a position reads all before it through the block table, or answers differ."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from batchsched import Fcfs, Priority, Recompute, ShortestFirst, StepResult, Swap, TimeSlice
+from batchsched import Fcfs, NeverFits, Priority, Recompute, ShortestFirst, StepResult, Swap, TimeSlice
 from kvblocks import PagedMemory
 
 BLOCK_SIZE = 4
@@ -18,9 +18,9 @@ def fold(before, token):
 
 
 def alone(request):
-    """What a request gets if nothing else runs."""
+    """The tokens of a request that runs alone."""
     state = 0
-    for token in request.tokens.tolist():
+    for token in request.prompt.tolist():
         state = fold(state, token)
     tokens = []
     while len(tokens) < request.max_tokens:
@@ -42,11 +42,11 @@ class PagedRunner:
         self.rows = {}
 
     def run(self, plan):
-        for row in plan.closed.tolist():
+        for row in plan.freed.tolist():
             del self.rows[row]
             self.tables[row] = -1
-        for opened in plan.opened:
-            self.rows[opened.row] = SimpleNamespace(handle=opened.handle, tokens=opened.tokens.tolist())
+        for admitted in plan.admitted:
+            self.rows[admitted.row] = SimpleNamespace(handle=admitted.handle, tokens=admitted.tokens.tolist())
         copies = self.memory.drain_copies()
         self.host[copies.out.destinations] = self.cache[copies.out.sources]
         self.cache[copies.in_.destinations] = self.host[copies.in_.sources]
@@ -85,14 +85,15 @@ def serve(e, memory, depth, draft=None):
         e.commit()
         memory.check()
     for handle, request in e.requests.items():
-        assert e.emitted[handle] == alone(request)
+        assert e.generated[handle] == alone(request)
     assert memory.num_free == memory.num_blocks
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("budget", [5, 64])
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_every_answer_is_the_one_the_request_gets_alone(engine_on, depth, budget, prefix_caching):
+@pytest.mark.parametrize(
+    ("depth", "budget", "prefix_caching"),
+    [(0, 5, False), (0, 64, True), (1, 5, True), (1, 64, False), (2, 5, False), (2, 64, True)],
+)
+def test_every_request_gets_the_tokens_it_gets_alone(engine_on, depth, budget, prefix_caching):
     memory = PagedMemory(
         num_blocks=13,
         block_size=BLOCK_SIZE,
@@ -119,13 +120,25 @@ def test_every_answer_is_the_one_the_request_gets_alone(engine_on, depth, budget
     assert (memory.stats.hits > 0) == prefix_caching
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("policy", [Fcfs(), Priority(10), TimeSlice(3), ShortestFirst(10)])
-@pytest.mark.parametrize("preemption", [Recompute(), Swap()])
-@pytest.mark.parametrize(("prefix_caching", "host_blocks"), [(False, 20), (True, 8)])
-def test_preempted_by_any_policy_in_any_way(
-    engine_on, depth, policy, preemption, prefix_caching, host_blocks
-):
+@pytest.mark.parametrize(
+    ("depth", "policy", "preemption", "prefix_caching"),
+    [
+        (0, Fcfs(), Recompute(), False),
+        (1, Fcfs(), Swap(), True),
+        (2, Fcfs(), Swap(), False),
+        (0, Priority(10), Swap(), True),
+        (1, Priority(10), Recompute(), False),
+        (2, Priority(10), Recompute(), True),
+        (0, TimeSlice(3), Swap(), False),
+        (1, TimeSlice(3), Swap(), True),
+        (2, TimeSlice(3), Recompute(), False),
+        (0, ShortestFirst(10), Recompute(), True),
+        (1, ShortestFirst(10), Swap(), False),
+        (2, ShortestFirst(10), Swap(), True),
+    ],
+)
+def test_preemption_under_every_policy_and_mode(engine_on, depth, policy, preemption, prefix_caching):
+    host_blocks = 8 if prefix_caching else 20
     memory = PagedMemory(
         num_blocks=13,
         block_size=BLOCK_SIZE,
@@ -162,7 +175,7 @@ def test_preempted_by_any_policy_in_any_way(
     def draft():
         arrive()
         for handle in e.may_draft():
-            known = len(e.emitted[handle])
+            known = len(e.generated[handle])
             drafts = [*alone(e.requests[handle])[known : known + rng.integers(3)], 0, 0]
             (row,) = (row for row, state in e.runner.rows.items() if state.handle == handle)
             e.scheduler.draft([row], [drafts[: e.requests[handle].max_drafts]])
@@ -175,3 +188,29 @@ def test_preempted_by_any_policy_in_any_way(
         swaps = isinstance(preemption, Swap)
         assert (memory.host_pool.stats.allocated > 0) == swaps
     assert memory.host_pool.num_free == memory.host_pool.num_blocks
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 6), (6,)])
+def test_all_admitted_requests_finish_over_any_layer_groups(engine_on, undisturbed, windows):
+    """As many blocks as the largest request takes alone: anything longer is refused, all others finish."""
+    memory = PagedMemory(
+        num_blocks=12,
+        block_size=BLOCK_SIZE,
+        max_rows=3,
+        max_blocks_per_row=MAX_MODEL_LEN // BLOCK_SIZE,
+        windows=windows,
+    )
+    e = engine_on(memory, max_num_seqs=3, max_num_batched_tokens=9, max_model_len=MAX_MODEL_LEN)
+    refused = []
+    for handle, max_tokens in enumerate(range(1, 38, 2)):
+        try:
+            e.add(handle, prompt=3, max_tokens=max_tokens)
+        except NeverFits:
+            refused.append(3 + max_tokens)
+    e.drain()
+    for handle, request in e.requests.items():
+        assert e.generated[handle] == undisturbed(request, MAX_MODEL_LEN)[0]
+    memory.check()
+    assert memory.num_free == memory.num_blocks
+    # Two tables of full attention: 6 blocks, or 24 tokens, each; the 25th is sampled and never run.
+    assert refused == (list(range(26, 41, 2)) if windows == (None, None) else [])

@@ -206,7 +206,7 @@ class TestReplay:
         free, slow = (
             Cluster(
                 made,
-                setup(replace(CLOCKWORK, swap=swap), preemption=Swap, blocks=8, host_blocks=8, headroom=0),
+                setup(replace(CLOCKWORK, swap=swap), preemption=Swap, blocks=8, host_blocks=8, watermark=0),
             ).replay()
             for swap in (0.0, 0.5)
         )

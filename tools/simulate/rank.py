@@ -59,7 +59,7 @@ class Rank:
         self._outcome = outcome
         self._has_host = setup.host_blocks > 0
         self._longest = _LONGEST_STRETCH if setup.stretches and not self._has_host else 1
-        self._plan = StepPlan.nothing()
+        self._plan = StepPlan.empty()
         self._steps = 0
         self._committed: Committed | None = None
         # Whatever is sampled: a request ends by its length, and no prompt has a block of zeros.

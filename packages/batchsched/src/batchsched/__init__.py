@@ -1,25 +1,45 @@
 """Continuous batching with chunked prefill and preemption."""
 
-from batchsched.errors import DuplicateHandle, NeverFits, PromptTooLong, RequestRefused, StepMismatch
-from batchsched.limits import Limits
 from batchsched.memory import Memory
-from batchsched.messages import Committed, Finish, Load, OpenedRow, StepPlan, StepResult
-from batchsched.policy import Fcfs, Line, Policy, Priority, ShortestFirst, TimeSlice
-from batchsched.preemption import Preemption, Recompute, Swap
-from batchsched.request import Request
+from batchsched.policy import (
+    Candidates,
+    Fcfs,
+    Policy,
+    Preemption,
+    Priority,
+    Recompute,
+    ShortestFirst,
+    Swap,
+    TimeSlice,
+)
+from batchsched.records import (
+    AdmittedRow,
+    Committed,
+    DuplicateHandle,
+    Finish,
+    Limits,
+    Load,
+    NeverFits,
+    PromptTooLong,
+    Request,
+    RequestRefused,
+    StepMismatch,
+    StepPlan,
+    StepResult,
+)
 from batchsched.scheduler import Scheduler
 
 __all__ = [
+    "AdmittedRow",
+    "Candidates",
     "Committed",
     "DuplicateHandle",
     "Fcfs",
     "Finish",
     "Limits",
-    "Line",
     "Load",
     "Memory",
     "NeverFits",
-    "OpenedRow",
     "Policy",
     "Preemption",
     "Priority",

@@ -1,4 +1,4 @@
-"""What the scheduler needs of the memory that holds keys and values."""
+"""The memory that holds keys and values, as a protocol."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 class Memory(Protocol):
     """Blocks of `block_size` tokens each, held by rows and possibly shared between rows.
 
-    A row is opened, grown ahead of every step by what the step will write, told what was computed, and
-    closed. All arrays are int [n], one element a row, rows distinct.
+    A row is allocated on admission, grown before every step by the tokens the step will write, committed
+    after it with the tokens that are computed, and freed at the end. All arrays are int [n], one element a
+    row, rows distinct.
     """
 
     @property
@@ -21,7 +22,7 @@ class Memory(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, held or free. A request that needs more is refused."""
+        """All blocks, held or free."""
         ...
 
     @property
@@ -29,56 +30,64 @@ class Memory(Protocol):
         """Blocks that a row could be given now."""
         ...
 
-    def prefix(self, tokens: NDArray[np.int32], extra: Sequence[tuple[str, bytes]], *, reuse: bool) -> Any:
-        """What the memory wants to know of a request with these tokens (int32 [n]); made once, opaque here.
+    def blocks_for(self, length: int) -> int:
+        """Return the most blocks a lone request of `length` tokens ever holds at once, over all layer groups.
 
-        It goes with the request through preemption. Unless `reuse`, `open` must find nothing cached for it.
+        A request for which that is more than `num_blocks` is refused.
+        """
+        ...
+
+    def prefix(self, tokens: NDArray[np.int32], extra: Sequence[tuple[str, bytes]], *, reuse: bool) -> Any:
+        """Return the memory's own state of a request with these tokens (int32 [n]): hashes, cached blocks.
+
+        Made once, opaque to the scheduler, and kept through preemption. Unless `reuse`, `allocate` must find
+        nothing cached for it.
         """
         ...
 
     def fits(self, prefix: Any, length: int, reserve: int) -> bool:
-        """Whether a row opened now can grow to `length` tokens and leave `reserve` blocks free.
+        """Whether a row allocated now can grow to `length` tokens and leave `reserve` blocks free.
 
-        A `reserve` below zero counts on as many more blocks coming free.
+        A negative `reserve` counts on as many more blocks to be freed.
         """
         ...
 
-    def open(self, row: int, prefix: Any) -> int:
-        """Begin a row, and return how many leading tokens need no computing: fewer than the request has.
+    def allocate(self, row: int, prefix: Any) -> int:
+        """Allocate a row, and return how many leading tokens need no computing: fewer than the request has.
 
-        If the prefix has a copy in the host tier, that comes back.
+        If the prefix has a copy in the host tier, that is restored.
         """
         ...
 
     def needed(self, rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> int:
-        """How many free blocks `grow` would take.
+        """Return how many free blocks `grow` would take.
 
-        A row that stays inside the last block it has takes none, and leaving rows out never takes more.
+        A row that stays inside its last block takes none, and leaving rows out never takes more.
         """
         ...
 
     def grow(self, rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> None:
-        """Give each row blocks for `lengths` tokens in all. Called only when they are free."""
+        """Give each row blocks for `lengths` tokens in all. Called only when that many are free."""
         ...
 
-    def computed(self, rows: NDArray[np.intp], lengths: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Keys and values of `tokens[row, :length]` exist now.
+    def commit(self, rows: NDArray[np.intp], lengths: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Record that keys and values of `tokens[row, :length]` are computed.
 
-        `tokens` is int32 [max_num_seqs, max_model_len], each row good up to its length.
+        `tokens` is int32 [max_num_seqs, max_model_len], each row valid up to its length.
         """
         ...
 
-    def close(self, row: int) -> None:
-        """Take the row's blocks back. No step in flight reads or writes them any more."""
+    def free(self, row: int) -> None:
+        """Release the row's blocks. No step in flight reads or writes them any more."""
         ...
 
     def swap_out(self, row: int) -> bool:
-        """Close the row and keep what it has computed in the host tier, for its prefix to open with.
+        """Free the row and keep its computed blocks in the host tier, to be restored by `allocate`.
 
-        False, with nothing changed, if there is no room. Called by `Swap` only.
+        Returns False, with nothing changed, if there is no room. Called by `Swap` only.
         """
         ...
 
-    def forget(self, prefix: Any) -> None:
+    def discard(self, prefix: Any) -> None:
         """Drop the prefix's copy in the host tier, if it has one. Called by `Swap` only."""
         ...

@@ -1,4 +1,4 @@
-"""Which rows run how many tokens in each step."""
+"""The scheduler: decides which rows run how many tokens in each step."""
 
 import time
 from collections.abc import Callable
@@ -6,20 +6,25 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchsched.batch import Batch
-from batchsched.drafting import draft
-from batchsched.emission import emit
-from batchsched.errors import DuplicateHandle, NeverFits, PromptTooLong
-from batchsched.flights import Flights
-from batchsched.limits import Limits
+from batchsched.in_flight import InFlightSteps
 from batchsched.memory import Memory
-from batchsched.messages import Committed, Finish, Load, OpenedRow, StepPlan, StepResult
-from batchsched.policy import Fcfs, Policy
-from batchsched.preemption import Preemption, Recompute
-from batchsched.request import Request
-from batchsched.rows import Rows
-from batchsched.shortage import relieve, who_makes_way
-from batchsched.stages import in_turn
+from batchsched.policy import Fcfs, Policy, Preemption, Recompute, preempt_for_shortage, victims_for_waiting
+from batchsched.records import (
+    AdmittedRow,
+    Committed,
+    DuplicateHandle,
+    Finish,
+    Limits,
+    Load,
+    NeverFits,
+    PromptTooLong,
+    Request,
+    RequestRefused,
+    StepBatch,
+    StepPlan,
+    StepResult,
+)
+from batchsched.running import RunningRows
 from batchsched.waiting import Entry, WaitingQueue
 
 
@@ -27,17 +32,17 @@ class Scheduler:
     """Continuous batching with chunked prefill under one token budget.
 
     There are no phases. Each row's computed positions catch up with its tokens, so chunks of prompts and
-    single decoded tokens share a step. `plan` says what the next step runs, `commit` takes what it sampled.
+    single decoded tokens share a step. `plan` decides the next step, `commit` takes the tokens it sampled.
     Steps may overlap: `plan` can be called again before earlier steps are committed, and then counts on the
     tokens those will sample. Results are committed in the plans' order.
 
     - A request has a row, and blocks, from its admission until it ends or is preempted.
-    - It is admitted when all the tokens it has fit and leave some headroom; never in a step that was short of
-      memory, nor while a preempted request is on its way back to the queue.
-    - Blocks are given back only once no step in flight reads or writes them.
+    - It is admitted when all the tokens it has fit and leave the watermark free; never in a step that was
+      short of memory, nor while a preempted request has yet to return to the waiting queue.
+    - Blocks are freed only once no step in flight reads or writes them.
 
-    `policy` is first come, first served and `preemption` recomputes unless others are given. `clock` gives
-    seconds; it stamps arrivals and measures the time in the queue.
+    `policy` defaults to `Fcfs` and `preemption` to `Recompute`. `clock` gives seconds; it stamps arrivals and
+    measures the time in the queue.
     """
 
     def __init__(
@@ -55,61 +60,72 @@ class Scheduler:
         self._clock = clock
         self._live: dict[int, Entry] = {}
         self._waiting = WaitingQueue()
-        self._rows = Rows(limits)
+        self._rows = RunningRows(limits)
         self._entries: list[Entry | None] = [None] * limits.max_num_seqs
-        self._closed: list[int] = []
-        self._flights = Flights()
-        self._turn = 0
+        self._freed: list[int] = []
+        self._in_flight = InFlightSteps()
+        self._last_arrival_index = 0
         self._preemptions = 0
         self._paused = False
 
     def add(self, request: Request) -> None:
-        """Put a request in the queue.
+        """Put a request in the waiting queue.
 
         It ends at `max_model_len` tokens, prompt included, if `max_tokens` would take it further.
-        Raises DuplicateHandle, PromptTooLong or NeverFits, all of them RequestRefused.
+        Raises DuplicateHandle, PromptTooLong, NeverFits, or RequestRefused, of which those are kinds.
         """
-        if request.handle in self._live:
-            raise DuplicateHandle(request.handle)
-        size = request.tokens.size
-        if size >= self.limits.max_model_len:
-            raise PromptTooLong(size, self.limits.max_model_len)
-        target = min(size + request.max_tokens, self.limits.max_model_len)
-        # The last token is sampled and never run, so it needs no place.
-        needed = -(-(target - 1) // self.memory.block_size)
-        if needed > self.memory.num_blocks:
-            raise NeverFits(needed, self.memory.num_blocks)
+        target = self._target(request)
         arrival = self._clock() if request.arrival is None else request.arrival
-        self._turn += 1
+        self._last_arrival_index += 1
+        tokens = request.tokens
         entry = Entry(
             request,
-            rank=self.policy.rank(request, self._turn, arrival),
-            turn=self._turn,
+            rank=self.policy.rank(request, self._last_arrival_index, arrival),
+            arrival_index=self._last_arrival_index,
             target=target,
-            prefix=self.memory.prefix(request.tokens, request.extra, reuse=request.use_cache),
-            tokens=request.tokens,
+            prefix=self.memory.prefix(tokens, request.extra, reuse=request.use_cache),
+            tokens=tokens,
             queued_at=arrival,
             held=request.held,
         )
         self._live[request.handle] = entry
         self._waiting.push(entry)
 
+    def _target(self, request: Request) -> int:
+        """Return the number of tokens at which the request ends, or refuse it."""
+        if request.handle in self._live:
+            raise DuplicateHandle(request.handle)
+        num_prompt, context = request.prompt.size, self.limits.max_model_len
+        if num_prompt >= context:
+            raise PromptTooLong(num_prompt, context)
+        if num_prompt + request.generated.size >= context:
+            raise RequestRefused(
+                f"{num_prompt} tokens of the prompt and {request.generated.size} generated ones fill the "
+                f"model's context of {context}: at most {context - 1} leave room for a token"
+            )
+        target = min(num_prompt + request.max_tokens, context)
+        # The last token is sampled and never run, so it needs no block.
+        needed = self.memory.blocks_for(target - 1)
+        if needed > self.memory.num_blocks:
+            raise NeverFits(needed, self.memory.num_blocks)
+        return target
+
     def abort(self, handle: int) -> bool:
-        """End a request; nothing more is emitted for it. False if no such request is waiting or running."""
+        """End a request; it gets no more tokens. False if no such request is waiting or running."""
         entry = self._live.pop(handle, None)
         if entry is None:
             return False
         if entry.waiting:
-            self._waiting.discard(entry)
+            self._waiting.remove(entry)
             if entry.admitted:
-                self.preemption.forget(self.memory, entry.prefix)
+                self.preemption.discard(self.memory, entry.prefix)
         else:
-            self._rows.accepting[entry.row] = False
-            self._retire(np.array([entry.row]))
+            self._rows.is_live[entry.row] = False
+            self._drain(np.array([entry.row]))
         return True
 
     def hold(self, handle: int) -> bool:
-        """Pass a request over, without blocking those behind it, until `release`.
+        """Skip a request, without blocking those after it, until `release`.
 
         One that runs is preempted, unless its last token is in flight. False if no such request is waiting or
         running.
@@ -117,7 +133,7 @@ class Scheduler:
         return self._set_held(handle, True)
 
     def release(self, handle: int) -> bool:
-        """Let a request on hold go on, in its turn. False if no such request is waiting or running."""
+        """Resume a request on hold, in its place. False if no such request is waiting or running."""
         return self._set_held(handle, False)
 
     def _set_held(self, handle: int, held: bool) -> bool:
@@ -125,15 +141,15 @@ class Scheduler:
         if entry is None:
             return False
         if entry.waiting:
-            self._waiting.hold(entry, held)
+            self._waiting.set_held(entry, held)
         else:
             entry.held = held
             if held:
-                self._retire(np.array([entry.row]))
+                self._drain(np.array([entry.row]))
         return True
 
     def pause(self) -> None:
-        """Plan no step until `resume`. Steps in flight are committed as ever, and rows keep their blocks."""
+        """Plan no step until `resume`. Steps in flight can be committed, and rows keep their blocks."""
         self._paused = True
 
     def resume(self) -> None:
@@ -146,15 +162,16 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self._live)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps planned and not yet committed."""
-        return len(self._flights)
+        """Number of steps planned and not yet committed."""
+        return len(self._in_flight)
 
     def load(self) -> Load:
+        """Return queue lengths and memory use."""
         return Load(
             running=len(self._live) - len(self._waiting),
             waiting=len(self._waiting),
@@ -167,87 +184,85 @@ class Scheduler:
     def draft(self, rows: ArrayLike, tokens: ArrayLike, counts: ArrayLike | None = None) -> None:
         """Give rows draft tokens, to be verified by their next step that samples.
 
-        rows: int [n], distinct, such as `Committed.rows`. Those whose request has ended are passed over.
-        tokens: int [n, k], what may follow each row's last known token.
-        counts: how many of a row's are meant, int [n]; None for all k.
+        rows: int [n], distinct, such as `Committed.rows`. Those whose request has ended are skipped.
+        tokens: int [n, k], guesses of what follows each row's last known token.
+        counts: number of drafts of each row, int [n]; None for all k.
 
-        To be called between a commit and the next plan. A row verifies as many as its `max_tokens`, the
-        budget and free memory allow; nobody is preempted for drafts. Those that the sampling step does not
-        verify are dropped, and so are those of a row that is preempted.
+        Call it between a commit and the next plan. A row verifies as many as its `max_tokens`, the budget and
+        free memory allow; no row is preempted for drafts. Those that the sampling step does not verify are
+        dropped, and so are those of a row that is preempted.
 
         Raises ValueError for more drafts than the request's `max_drafts`, or a row with a step in flight that
-        samples: what it samples comes first.
+        samples: the token it samples comes first.
         """
-        draft(self._rows, rows, tokens, counts)
+        self._rows.set_drafts(rows, tokens, counts)
 
     def plan(self) -> StepPlan:
-        """What the next step runs: rows that run already, in the policy's order, then waiting requests.
+        """Plan the next step: rows of the running queue, in the policy's order, then waiting requests.
 
-        Without rows there is nothing to run now. Raises RuntimeError if that could never change, because
-        something else holds the memory.
+        A plan without rows means that nothing can run now. Raises RuntimeError if that could never change,
+        because something else holds the memory.
         """
         if self._paused:
-            return StepPlan.nothing()
+            return StepPlan.empty()
         if self._waiting.has_ready and not self._rows.preempting:
-            self._make_way()
+            self._preempt_for_waiting()
         budget = self.limits.max_num_batched_tokens
-        affordable = self._wanted().within(budget)
-        batch, short = self._with_blocks(affordable)
-        opened, admitted = self._admit(0 if short else budget - batch.num_tokens)
-        return self._issue(batch.joined(admitted), opened)
+        batch, short = self._grow(self._running_batch().within(budget))
+        admitted, prefills = self._admit(0 if short else budget - batch.num_tokens)
+        return self._schedule(batch.joined(prefills), admitted)
 
-    def _make_way(self) -> None:
-        """Preempt rows for the first in the queue, if it ranks so far ahead and that lets it in."""
+    def _preempt_for_waiting(self) -> None:
+        """Preempt rows for the first waiting request, if its rank allows it and that lets it in."""
         if self.policy.quantum:
-            self._rank_anew(self.policy.quantum)
+            self._end_quanta(self.policy.quantum)
         if self.policy.margin is None:
             return
         first = self._waiting.first()
-        candidates = self._rows.behind(first.rank + self.policy.margin)
+        candidates = self._rows.ranked_after(first.rank + self.policy.margin)
         if candidates.size == 0:
             return
 
-        def has_room(gone: NDArray[np.intp], blocks: int) -> bool:
-            staying = self._rows.line[~np.isin(self._rows.line, gone)]
+        def has_room(victims: NDArray[np.intp], blocks: int) -> bool:
+            staying = self._rows.queue[~np.isin(self._rows.queue, victims)]
             if staying.size + 1 > self.limits.max_num_seqs:
                 return False
-            return self._fits(first, staying, -blocks)
+            reserve = self.memory.needed(staying, self._rows.expected[staying])
+            reserve += int(self.limits.watermark * staying.size)
+            return self.memory.fits(first.prefix, first.tokens.size, reserve - blocks)
 
-        self._retire(who_makes_way(candidates, self._rows, self.memory, self.policy, has_room))
+        self._drain(victims_for_waiting(candidates, self._rows, self.memory, self.policy, has_room))
 
-    def _rank_anew(self, quantum: int) -> None:
-        """Send rows that have used their quantum up to where they would be if they had just come."""
-        line = self._rows.line
-        generated = self._rows.expected[line] - self._rows.slice_start[line]
-        for row in line[generated >= quantum].tolist():
+    def _end_quanta(self, quantum: int) -> None:
+        """Rank rows that have used their quantum up as if they had just arrived."""
+        queue = self._rows.queue
+        generated = self._rows.expected[queue] - self._rows.slice_start[queue]
+        for row in queue[generated >= quantum].tolist():
             entry = self._entries[row]
             assert entry is not None
-            self._turn += 1
-            entry.turn = self._turn
-            entry.rank = self.policy.rank(entry.request, self._turn, self._clock())
-            self._rows.rank_anew(row, entry.rank, entry.turn)
+            self._last_arrival_index += 1
+            entry.arrival_index = self._last_arrival_index
+            entry.rank = self.policy.rank(entry.request, entry.arrival_index, self._clock())
+            self._rows.rerank(row, entry.rank, entry.arrival_index)
 
-    def _fits(self, entry: Entry, line: NDArray[np.intp], reserve: int) -> bool:
-        """Whether all of a waiting request's tokens fit beside what the rows in `line` need, and headroom."""
-        reserve += self.memory.needed(line, self._rows.expected[line])
-        reserve += int(self.limits.headroom * line.size)
-        return self.memory.fits(entry.prefix, entry.tokens.size, reserve)
-
-    def _wanted(self) -> Batch:
-        """All that the rows in line have not run yet, in chunks; with stages, of those whose turn it is."""
-        line = self._rows.line
-        starts = self._rows.planned[line]
-        counts = self._rows.expected[line] - starts
+    def _running_batch(self) -> StepBatch:
+        """All tokens that running rows have yet to run, in chunks; with stages, of the next microbatch."""
+        rows = self._rows.queue
+        starts = self._rows.planned[rows]
+        counts = self._rows.expected[rows] - starts
         if self.limits.stages > 1:
-            turns = in_turn(self._rows, counts, self._flights, self.limits.stages)
-            line, starts, counts = line[turns], starts[turns], counts[turns]
+            picked = self._in_flight.pick_microbatch(self._rows, counts, self.limits.stages)
+            rows, starts, counts = rows[picked], starts[picked], counts[picked]
         if not self._rows.speculating:
-            return Batch(line, starts, np.minimum(counts, self.limits.chunk))
-        counts = self._rows.with_drafts(line, counts)
-        return Batch(line, starts, np.minimum(counts, self.limits.chunk)).only(counts > 0)
+            return StepBatch(rows, starts, np.minimum(counts, self.limits.chunk))
+        counts = self._rows.wanted(rows, counts)
+        return StepBatch(rows, starts, np.minimum(counts, self.limits.chunk)).only(counts > 0)
 
-    def _with_blocks(self, batch: Batch) -> tuple[Batch, bool]:
-        """The part of the batch whose blocks are there, or are taken now, and whether memory was short."""
+    def _grow(self, batch: StepBatch) -> tuple[StepBatch, bool]:
+        """Allocate the batch's blocks. Returns the part of it that has them, and whether memory was short.
+
+        Short of memory, drafts are cut first; then rows are preempted.
+        """
         if batch.rows.size == 0:
             return batch, False
         short = self.memory.needed(batch.rows, batch.ends) > self.memory.num_free
@@ -255,94 +270,86 @@ class Scheduler:
             batch = batch.up_to(self._rows.expected[batch.rows])
             short = self.memory.needed(batch.rows, batch.ends) > self.memory.num_free
         if short:
-            batch = relieve(batch, self._rows, self.memory, self.policy, self._retire)
+            batch = preempt_for_shortage(batch, self._rows, self.memory, self.policy, self._drain)
         self.memory.grow(batch.rows, batch.ends)
         return batch, short
 
-    def _admit(self, budget: int) -> tuple[list[OpenedRow], Batch]:
-        """Rows for those first in the queue, while there are rows, budget, and blocks for all they have."""
-        opened: list[OpenedRow] = []
+    def _admit(self, budget: int) -> tuple[list[AdmittedRow], StepBatch]:
+        """Admit the first waiting requests while there are rows, budget, and blocks for all their tokens."""
+        admitted: list[AdmittedRow] = []
         counts: list[int] = []
-        # Whoever is on the way back to the queue was ahead of those in it.
-        if not (budget and self._waiting.has_ready and self._rows.num_vacant) or self._rows.preempting:
-            return opened, Batch.empty()
-        line = self._rows.line
-        # Blocks that are free and spoken for: rows are yet to take them for tokens they have.
-        reserve = self.memory.needed(line, self._rows.expected[line])
-        while budget and self._waiting.has_ready and self._rows.num_vacant:
+        # A request that is about to return to the queue goes before those in it.
+        if not (budget and self._waiting.has_ready and self._rows.has_free) or self._rows.preempting:
+            return admitted, StepBatch.empty()
+        running = self._rows.queue
+        # Blocks that are free but promised: running rows have yet to take them for tokens they have.
+        promised = self.memory.needed(running, self._rows.expected[running])
+        while budget and self._waiting.has_ready and self._rows.has_free:
             entry = self._waiting.first()
             size = entry.tokens.size
-            headroom = int(self.limits.headroom * (line.size + len(opened)))
-            if not self.memory.fits(entry.prefix, size, reserve + headroom):
+            watermark = int(self.limits.watermark * (running.size + len(admitted)))
+            if not self.memory.fits(entry.prefix, size, promised + watermark):
                 break
-            row = self._open(self._waiting.pop())
-            reserve += self.memory.needed(np.array([row.row]), np.array([size], np.int32))
+            row = self._allocate(self._waiting.pop())
+            promised += self.memory.needed(np.array([row.row]), np.array([size], np.int32))
             count = min(size - row.num_cached, self.limits.chunk, budget)
             budget -= count
-            opened.append(row)
+            admitted.append(row)
             counts.append(count)
-        batch = Batch(
-            np.array([row.row for row in opened], np.intp),
-            np.array([row.num_cached for row in opened], np.int32),
+        batch = StepBatch(
+            np.array([row.row for row in admitted], np.intp),
+            np.array([row.num_cached for row in admitted], np.int32),
             np.array(counts, np.int32),
         )
-        if opened:
+        if admitted:
             self.memory.grow(batch.rows, batch.ends)
-            self._rows.line_up(batch.rows)
-        return opened, batch
+            self._rows.enqueue(batch.rows)
+        return admitted, batch
 
-    def _open(self, entry: Entry) -> OpenedRow:
-        """Give a row to an entry that was in the queue."""
-        row = self._rows.take()
+    def _allocate(self, entry: Entry) -> AdmittedRow:
+        """Allocate a row for an entry that has left the waiting queue."""
+        row, request = self._rows.allocate(), entry.request
+        num_cached = self.memory.allocate(row, entry.prefix)
         resumed = entry.admitted
-        if resumed:
-            num_cached = self.preemption.resume(self.memory, row, entry.prefix)
-        else:
-            num_cached = self.memory.open(row, entry.prefix)
-            entry.num_cached = num_cached
+        if not resumed:
+            entry.num_cached = min(num_cached, request.prompt.size)
             entry.admitted = True
         entry.row = row
         self._entries[row] = entry
         self._rows.begin(row, entry, num_cached)
-        return OpenedRow(
-            row=row,
-            handle=entry.request.handle,
-            tokens=entry.tokens,
-            num_prompt=entry.request.tokens.size,
-            num_cached=num_cached,
-            resumed=resumed,
-            waited=self._clock() - entry.queued_at,
+        waited = self._clock() - entry.queued_at
+        return AdmittedRow(
+            row, request.handle, entry.tokens, request.prompt.size, num_cached, resumed, waited
         )
 
-    def _issue(self, batch: Batch, opened: list[OpenedRow]) -> StepPlan:
-        """Number the step and count on what it will sample."""
+    def _schedule(self, batch: StepBatch, admitted: list[AdmittedRow]) -> StepPlan:
+        """Put the batch in flight as the next step, and return its plan."""
         if batch.rows.size == 0:
             self._require_progress()
-            return StepPlan.nothing()
+            return StepPlan.empty()
         num_drafts = drafts = None
         if self._rows.speculating:
-            num_drafts = np.maximum(batch.ends - self._rows.expected[batch.rows], 0)
-            drafts = self._rows.drafted(batch.rows, num_drafts)
-        samples = self._rows.give(self._flights.newest + 1, batch.rows, batch.ends)
-        self._flights.launch(batch, samples, num_drafts)
-        closed = np.array(self._closed, np.int32)
-        self._closed.clear()
+            num_drafts, drafts = self._rows.take_drafts(batch)
+        samples = self._rows.advance(self._in_flight.last_planned + 1, batch)
+        self._in_flight.push(batch, samples, num_drafts)
+        freed = np.array(self._freed, np.int32)
+        self._freed.clear()
         return StepPlan(
-            self._flights.newest,
+            self._in_flight.last_planned,
             batch.rows.astype(np.int32),
             batch.starts,
             batch.counts,
             samples,
-            opened,
-            closed,
+            admitted,
+            freed,
             np.zeros_like(batch.counts) if num_drafts is None else num_drafts,
             np.empty(0, np.int32) if drafts is None else drafts,
         )
 
     def _require_progress(self) -> None:
-        """With nothing to run and nothing in flight, nothing would ever run."""
+        """Raise if nothing can run now, no step is in flight to change that, and requests are waiting."""
         stuck = len(self._live) - self._waiting.num_held
-        if stuck and not self._flights:
+        if stuck and not self._in_flight:
             free, blocks = self.memory.num_free, self.memory.num_blocks
             raise RuntimeError(
                 f"{stuck} requests wait for KV blocks and no step is in flight to free any: "
@@ -350,52 +357,50 @@ class Scheduler:
             )
 
     def commit(self, result: StepResult) -> Committed:
-        """Take the tokens that the oldest step in flight sampled, and end the requests they end.
+        """Append the tokens that the oldest step in flight sampled, and end the requests they finish.
 
         Raises StepMismatch, with nothing changed, if the result is another step's or has not one token for
         each sampling row.
         """
-        landed = self._flights.land(result)
-        flight, rows = landed.flight, self._rows
-        committed = emit(landed, rows)
-        computed = flight.ends
-        if flight.num_drafts is not None:
-            computed = np.minimum(computed, rows.planned[flight.rows])
-        alive = rows.accepting[flight.rows]
-        if alive.all():
-            self.memory.computed(flight.rows, computed, rows.tokens)
+        step, tokens, counts = self._in_flight.pop(result)
+        rows, computed = self._rows, step.ends
+        if counts is None or step.num_drafts is None:
+            committed = rows.append_sampled(step.sampling, tokens)
         else:
-            self.memory.computed(flight.rows[alive], computed[alive], rows.tokens)
-        self._end(committed.rows[committed.finished != Finish.NO])
+            committed = rows.append_verified(step.sampling, tokens, counts, step.num_drafts)
+            computed = np.minimum(computed, rows.planned[step.rows])
+        live = rows.is_live[step.rows]
+        if live.all():
+            self.memory.commit(step.rows, computed, rows.tokens)
+        else:
+            self.memory.commit(step.rows[live], computed[live], rows.tokens)
+        finished = committed.rows[committed.finished != Finish.NO]
+        if finished.size:
+            for handle in rows.handle[finished].tolist():
+                del self._live[handle]
+            rows.is_live[finished] = False
+        self._drain(finished)
         return committed
 
-    def _end(self, ended: NDArray[np.int32]) -> None:
-        """Finish the requests of these rows, and vacate the rows whose last step was committed just now."""
-        if ended.size:
-            for handle in self._rows.handle[ended].tolist():
-                del self._live[handle]
-            self._rows.accepting[ended] = False
-        self._retire(ended)
+    def _drain(self, rows: NDArray[np.integer]) -> None:
+        """Plan no further step for the rows, and free every row of which no step is in flight any more."""
+        self._rows.drain(rows)
+        for row in self._rows.pop_drained(self._in_flight.last_committed):
+            self._free(row)
 
-    def _retire(self, rows: NDArray[np.integer]) -> None:
-        """Give the rows no further step. They are vacated now if none is in flight, else with the last."""
-        self._rows.retire(rows)
-        for row in self._rows.departed(self._flights.landed):
-            self._vacate(row)
-
-    def _vacate(self, row: int) -> None:
-        """Take the row from a request that has ended, or was preempted and takes its place in the queue."""
+    def _free(self, row: int) -> None:
+        """Free the row of a request that has ended, or was preempted and returns to the waiting queue."""
         entry = self._entries[row]
         assert entry is not None
-        if self._rows.accepting[row]:
+        if self._rows.is_live[row]:
             self._preemptions += 1
-            self.preemption.suspend(self.memory, row)
-            entry.tokens = self._rows.known(row)
+            self.preemption.preempt(self.memory, row)
+            entry.tokens = self._rows.known_tokens(row)
             entry.queued_at = self._clock()
             self._waiting.push(entry)
         else:
-            self.memory.close(row)
+            self.memory.free(row)
         entry.row = -1
         self._entries[row] = None
-        self._rows.vacate(row)
-        self._closed.append(row)
+        self._rows.free(row)
+        self._freed.append(row)

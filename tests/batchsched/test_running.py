@@ -1,12 +1,48 @@
-"""Draft tokens are verified beside the newest token; blocks hold 4 tokens."""
+"""Columns of running rows: stop ids, and draft tokens that a step verifies. Blocks hold 4 tokens."""
 
 import numpy as np
 import pytest
 
-from batchsched import Finish, Request, RequestRefused, StepMismatch, StepResult
+from batchsched import Finish, StepMismatch, StepResult
+from batchsched.running import StopIds
 
 
-def test_right_drafts_are_emitted_and_a_token_after_them(engine):
+class TestStopIds:
+    def matches(self, stops, *pairs):
+        rows, tokens = zip(*pairs)
+        return stops.match(np.array(rows), np.array(tokens, np.int32)).tolist()
+
+    def test_each_row_has_its_own(self):
+        stops = StopIds(4)
+        stops.set(0, (5, 6))
+        stops.set(2, (7,))
+        assert self.matches(stops, (0, 5), (1, 5), (2, 5), (3, 5)) == [True, False, False, False]
+        assert self.matches(stops, (2, 7), (0, 6)) == [True, True]
+
+    def test_a_row_without_stop_ids_matches_nothing(self):
+        assert self.matches(StopIds(2), (0, 0), (1, 2**31 - 1)) == [False, False]
+
+    def test_more_ids_than_columns(self):
+        stops = StopIds(3)
+        stops.set(0, tuple(range(100)))
+        stops.set(1, (100,))
+        assert self.matches(stops, (0, 99), (1, 99), (2, 99)) == [True, False, False]
+        assert self.matches(stops, (0, 100), (1, 100), (2, 100)) == [False, True, False]
+
+    def test_setting_a_row_replaces_its_ids(self):
+        stops = StopIds(2)
+        stops.set(0, tuple(range(100)))
+        stops.set(0, (1, 2, 3))
+        assert self.matches(stops, (0, 99)) == [False]
+        assert self.matches(stops, (0, 3)) == [True]
+        stops.set(0, (4,))
+        assert self.matches(stops, (0, 3)) == [False]
+        assert self.matches(stops, (0, 4)) == [True]
+        stops.set(0, ())
+        assert self.matches(stops, (0, 4)) == [False]
+
+
+def test_accepted_drafts_and_the_token_after_them_are_committed(engine):
     e = engine(num_blocks=8)
     e.add(1, prompt=3, max_tokens=9, max_drafts=3)
     e.step()
@@ -24,15 +60,15 @@ def test_right_drafts_are_emitted_and_a_token_after_them(engine):
     e.check_answers()
 
 
-def test_places_of_wrong_drafts_are_used_again(engine):
+def test_positions_of_rejected_drafts_are_reused(engine):
     e = engine(num_blocks=8)
     e.add(1, prompt=3, max_tokens=9, max_drafts=4)
     e.step()
     e.draft(1, right=1, wrong=3)
     assert e.step() == {1: (3, 5, "*")}
-    assert len(e.emitted[1]) == 3
+    assert len(e.generated[1]) == 3
     assert e.memory.held[0] == 2
-    assert e.memory.published[0] == [*e.requests[1].tokens.tolist(), *e.emitted[1][:2]]
+    assert e.memory.committed[0] == [*e.requests[1].prompt.tolist(), *e.generated[1][:2]]
     assert e.step() == {1: (5, 1, "*")}
     assert e.memory.held[0] == 2
     e.drain()
@@ -65,7 +101,7 @@ def test_drafts_are_for_one_step(engine):
     assert e.step() == {1: (6, 1, "*")}
 
 
-def test_a_stop_among_accepted_drafts_ends_the_request(engine):
+def test_a_stop_id_among_accepted_drafts_ends_the_request(engine):
     e = engine(num_blocks=8)
     e.add(0, prompt=2, max_tokens=9, stop_ids=(28,), max_drafts=4)  # its third token
     e.add(1, prompt=2, max_tokens=9)
@@ -80,14 +116,14 @@ def test_a_stop_among_accepted_drafts_ends_the_request(engine):
     e.check_answers()
 
 
-def test_a_stop_id_that_comes_too_early_does_not_end_a_run(engine):
+def test_a_stop_id_below_min_tokens_is_skipped_among_accepted_drafts(engine):
     e = engine(num_blocks=8)
     e.add(0, prompt=2, max_tokens=9, stop_ids=(28, 42), min_tokens=4, max_drafts=4)
     e.step()
     e.draft(0, right=4)
     e.step()
     assert e.finished == {0: Finish.STOP}
-    assert len(e.emitted[0]) == 5
+    assert len(e.generated[0]) == 5
     e.check_answers()
 
 
@@ -101,7 +137,7 @@ def test_drafts_do_not_take_a_request_past_its_last_token(engine):
     e.check_answers()
 
 
-def test_the_last_token_alone_is_not_drafted(engine):
+def test_a_request_with_one_token_left_runs_no_drafts(engine):
     e = engine(num_blocks=8)
     e.add(1, prompt=3, max_tokens=2, max_drafts=2)
     e.step()
@@ -129,12 +165,12 @@ def test_a_chunk_that_falls_short_keeps_drafts_for_later(engine):
     e.step()
     e.draft(1, right=1)
     assert e.step() == {1: (2, 2, "*")}
-    assert len(e.emitted[1]) == 2
+    assert len(e.generated[1]) == 2
     e.drain()
     e.check_answers()
 
 
-def test_nobody_is_preempted_for_drafts(engine):
+def test_no_row_is_preempted_for_drafts(engine):
     e = engine(num_blocks=4)
     e.add(1, prompt=6, max_tokens=2)
     e.add(2, prompt=6, max_tokens=6, max_drafts=4)
@@ -146,7 +182,7 @@ def test_nobody_is_preempted_for_drafts(engine):
     e.check_answers()
 
 
-def test_drafts_go_with_the_row(engine):
+def test_a_preempted_row_loses_its_drafts(engine):
     e = engine(num_blocks=8, max_num_batched_tokens=64)
     e.add(1, prompt=3, max_tokens=6, max_drafts=2)
     e.step()
@@ -176,7 +212,7 @@ def test_a_request_that_may_have_drafts_is_not_planned_ahead_and_others_are(engi
     e.check_answers()
 
 
-def test_chunks_of_its_prompt_overlap_all_the_same(engine):
+def test_chunks_of_a_drafting_requests_prompt_overlap(engine):
     e = engine(num_blocks=8, max_num_batched_tokens=4)
     e.add(1, prompt=10, max_tokens=2, max_drafts=1)
     assert [e.ran(e.plan()) for _ in range(4)] == [{1: (0, 4)}, {1: (4, 4)}, {1: (8, 2, "*")}, {}]
@@ -194,7 +230,7 @@ def test_a_victim_with_drafts_in_flight_keeps_what_was_accepted(engine, host_blo
     assert e.ran(e.plan()) == {1: (7, 1, "*"), 2: (6, 4, "*")}  # 2 and 3 blocks
     assert e.ran(e.plan()) == {}  # 1 needs a third
     e.commit()
-    assert len(e.emitted[2]) == 4
+    assert len(e.generated[2]) == 4
     assert e.scheduler.load().preemptions == 1
     if host_blocks:
         assert e.memory.swapped_out == 9
@@ -202,7 +238,7 @@ def test_a_victim_with_drafts_in_flight_keeps_what_was_accepted(engine, host_blo
     e.check_answers()
 
 
-def test_an_aborted_row_is_passed_over(engine):
+def test_drafts_of_an_aborted_row_are_ignored(engine):
     e = engine(num_blocks=8)
     e.add(1, prompt=3, max_tokens=9, max_drafts=2)
     e.add(2, prompt=3, max_tokens=9, max_drafts=2)
@@ -223,12 +259,10 @@ def test_too_many_drafts_are_refused(engine):
         e.scheduler.draft([0], [[1], [2]])
     with pytest.raises(ValueError, match="from 0 to 2"):
         e.scheduler.draft([0], [[1, 2]], [3])
-    with pytest.raises(RequestRefused, match="max_drafts is -1"):
-        Request(1, [1], 1, max_drafts=-1)
 
 
 @pytest.mark.parametrize("counts", [[4], [0], [1, 1]])
-def test_counts_that_cannot_be_are_a_mismatch(engine, counts):
+def test_impossible_counts_are_a_mismatch(engine, counts):
     e = engine(num_blocks=8)
     e.add(1, prompt=3, max_tokens=9, max_drafts=2)
     e.step()
