@@ -317,12 +317,12 @@ def logprobs_of(
 def test_logprobs_come_with_their_tokens(frontend: Frontend) -> None:
     [request] = add(frontend, "r", Prompt(None, [1]), SamplingParams(logprobs=1, max_tokens=2))
     number = request.number
-    [output] = receive(frontend, 
-        step((number, 97, 0), logprobs=[logprobs_of(number, [[(97, -0.5), (97, -0.5)]], [1])])
+    [output] = receive(
+        frontend, step((number, 97, 0), logprobs=[logprobs_of(number, [[(97, -0.5), (97, -0.5)]], [1])])
     ).outputs
     assert output.outputs[0].logprobs == [{97: Logprob(-0.5, 1, "a")}]
-    [output] = receive(frontend, 
-        step((number, 98, 2), logprobs=[logprobs_of(number, [[(98, -2.0), (99, -0.25)]], [5])])
+    [output] = receive(
+        frontend, step((number, 98, 2), logprobs=[logprobs_of(number, [[(98, -2.0), (99, -0.25)]], [5])])
     ).outputs
     assert output.outputs[0].logprobs == [
         {97: Logprob(-0.5, 1, "a")},
@@ -349,8 +349,8 @@ def test_prompt_logprobs_arrive_once_and_start_with_none(frontend: Frontend, kin
     pieces = [logprobs_of(first.number, [[(token, -1.0)]], [4]) for token in (2, 3)]
     outputs = receive(frontend, step(prompt_logprobs=pieces[:1])).outputs
     assert outputs == []
-    outputs += receive(frontend, 
-        step((first.number, 97, 0), (second.number, 97, 0), prompt_logprobs=pieces[1:])
+    outputs += receive(
+        frontend, step((first.number, 97, 0), (second.number, 97, 0), prompt_logprobs=pieces[1:])
     ).outputs
     outputs += receive(frontend, step((first.number, 97, 2), (second.number, 97, 2))).outputs
     rows = [None, {2: Logprob(-1.0, 4, "\x02")}, {3: Logprob(-1.0, 4, "\x03")}]
@@ -391,7 +391,8 @@ def test_messages_to_the_core(frontend: Frontend) -> None:
 def test_seeds(byte_tokenizer: Tokenizer) -> None:
     def seeds(frontend: Frontend, request_id: str, **fields: Any) -> list[int]:
         return [
-            request.sampling.seed for request in add(frontend, request_id, Prompt(None, [1]), SamplingParams(**fields))
+            request.sampling.seed
+            for request in add(frontend, request_id, Prompt(None, [1]), SamplingParams(**fields))
         ]
 
     one, two = front(byte_tokenizer, seed=7), front(byte_tokenizer, seed=7)

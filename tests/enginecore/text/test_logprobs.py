@@ -7,9 +7,7 @@ from enginecore.outputs import Logprob
 
 
 def entry(ids: list[list[int]], values: list[list[float]], ranks: list[int]) -> PositionLogprobs:
-    return PositionLogprobs(
-        np.array(ids, np.int32), np.array(values, np.float32), np.array(ranks, np.int32)
-    )
+    return PositionLogprobs(np.array(ids, np.int32), np.array(values, np.float32), np.array(ranks, np.int32))
 
 
 def test_the_chosen_token_and_the_most_likely_by_rank(byte_tokenizer: Tokenizer) -> None:

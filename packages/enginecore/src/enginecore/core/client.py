@@ -22,6 +22,7 @@ from enginecore.messages import CoreMessage, EngineLimits, Failed, FrontendMessa
 
 _START = msgspec.json.Decoder(EngineLimits | Failed)
 _SECONDS_TO_END = 5.0
+_COMMAND = (sys.executable, "-m", "enginecore.core.process")
 
 
 class CoreProcess:
@@ -35,7 +36,7 @@ class CoreProcess:
         settings = {"config": config, "address": self.address, "log_level": level}
         # A session of its own, so that Ctrl-C in a terminal reaches the front-end alone, which then decides.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "enginecore.core.process"],
+            _COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
