@@ -52,7 +52,6 @@ class Rank:
             max_blocks_per_row=-(-limits.max_model_len // setup.block_size),
             prefix_caching=setup.prefix_caching,
             host_blocks=setup.host_blocks,
-            clock=clock,
         )
         self.scheduler = Scheduler(limits, self.memory, setup.policy(), setup.preemption(), clock)
         self._device = setup.device
@@ -139,7 +138,6 @@ class Rank:
         if not self._has_host:
             return 0.0
         copies = self.memory.drain_copies()
-        out, in_ = copies.out.sources.size, copies.in_.sources.size
-        self._outcome.copied_out += out
-        self._outcome.copied_in += in_
-        return (out + in_) * self.memory.block_size * self._device.swap
+        self._outcome.copied_out += copies.swap_out.sources.size
+        self._outcome.copied_in += copies.swap_in.sources.size
+        return copies.num_blocks * self.memory.block_size * self._device.swap
