@@ -1,4 +1,4 @@
-"""A step that fails ends the engine once: everybody who waits is told the cause, and so is who comes later."""
+"""A step that fails ends the engine once: who waits is told the cause, and so is who comes later."""
 
 import asyncio
 import sys

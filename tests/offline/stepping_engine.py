@@ -11,7 +11,6 @@ from enginecore.errors import RequestError
 from enginecore.frontend.request import Prompt, Request
 from enginecore.messages import EngineLimits, EngineStats
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
-from enginecore.sampling_params import SamplingParams
 
 EOS = 257
 

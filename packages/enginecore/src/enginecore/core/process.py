@@ -2,8 +2,7 @@
 
 Started as `python -m enginecore.core.process` with its settings on standard input; the front-end keeps that
 pipe open, and when it closes, because the front-end ended in whatever way, so does this process. It reports
-`EngineLimits` or `Failed` as one line of JSON on standard output, and `Failed` on another if later it cannot go
-on.
+`EngineLimits` or `Failed` as a line of JSON on standard output, and `Failed` as another if later it ends.
 """
 
 from __future__ import annotations

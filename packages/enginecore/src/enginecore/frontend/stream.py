@@ -21,8 +21,8 @@ class RequestStream:
     """Outputs of requests that were submitted together, as they come.
 
     An output is made when it is read, of all that came since the last one: a slow reader gets few long
-    deltas, and what waits for it is never more than the requests' tokens. Leaving the stream early, by `aclose`, the
-    end of `async with` or a cancelled read, aborts what has not finished.
+    deltas, and what waits for it is never more than the requests' tokens. Leaving the stream early, by
+    `aclose`, the end of `async with` or a cancelled read, aborts what has not finished.
     """
 
     def __init__(self, states: Sequence[RequestState], abort: Callable[["RequestStream"], None]) -> None:
