@@ -27,7 +27,7 @@ GOOD_STEPS = 3
 
 
 def faulty(fault: str, applies: Callable[[Any], bool] = lambda self: True) -> Any:
-    """Return a patch under which the method fails from its fourth call on, where `applies` picks the object."""
+    """Return a patch under which the method fails from its fourth call on, of objects that `applies` picks."""
     module, cls, method, error = FAULTS[fault]
     owner = getattr(importlib.import_module(module), cls)
     whole = getattr(owner, method)

@@ -15,24 +15,24 @@ from typing import Any
 # Module and function of each part, imported after TRITON_INTERPRET is settled.
 PARTS = {
     "attention": ("attention", "check_attention"),
-    "cache": ("neighbours", "check_cache"),
-    "neighbours": ("neighbours", "check_neighbours"),
-    "sampling": ("neighbours", "check_sampling"),
+    "cache": ("ops", "check_cache"),
+    "ops": ("ops", "check_ops"),
+    "sampling": ("ops", "check_sampling"),
     "graph": ("graph", "check_graph"),
     "engine": ("engine", "check_engine"),
     "decode": ("measure", "measure_decode"),
     "prefill": ("measure", "measure_prefill"),
-    "around": ("measure", "measure_neighbours"),
+    "ops_speed": ("measure", "measure_ops"),
 }
-ON_A_DEVICE_ONLY = ("graph", "decode", "prefill", "around")
+ON_A_DEVICE_ONLY = ("graph", "decode", "prefill", "ops_speed")
 
 _DESCRIPTION = """\
 Check every Triton kernel and the engine on a GPU, and measure them, in less than five minutes.
 
-The parts attention, cache, neighbours and sampling hold each kernel to plain float64 arithmetic (sampling to
-the torch back end); graph captures a decode step in a CUDA graph and replays it; engine asks the demo model a
-question; decode, prefill and around measure, beside what the device copies and multiplies at most. The report
-is one JSON document. The exit status is 1 if any check failed."""
+The parts attention, cache, ops and sampling hold each kernel to plain float64 arithmetic (sampling to the
+torch back end); graph captures a decode step in a CUDA graph and replays it; engine asks the demo model a
+question; decode, prefill and ops_speed measure, beside what the device copies and multiplies at most. The
+report is one JSON document. The exit status is 1 if any check failed."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -73,7 +73,7 @@ def measure_prefill(interpret: bool) -> dict[str, Any]:
     return {"matmul_tflops": round(matmul_rate / 1e12, 1), "figures": figures}
 
 
-def measure_neighbours(interpret: bool) -> dict[str, Any]:
+def measure_ops(interpret: bool) -> dict[str, Any]:
     """The operations around attention at sizes of an 8B model, 64 rows a step; microseconds a call."""
 
     def random(*shape: int) -> torch.Tensor:

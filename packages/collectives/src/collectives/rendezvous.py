@@ -46,12 +46,19 @@ class Communicators(NamedTuple):
 
 
 def make_communicators(
-    grid: Grid, rank: int, *, address: str, backend: Backend, timeout: float
+    grid: Grid,
+    rank: int,
+    *,
+    address: str,
+    backend: Backend,
+    timeout: float,
+    listener: socket.socket | None = None,
 ) -> Communicators:
     """Meet the other ranks of `grid` at `address`, and make the communicators of `rank`.
 
     Every rank calls this with the same grid, address and backend. `address` is "host:port" ("[host]:port" for
-    IPv6): rank 0 listens there, on that host's address only, and the others may come first. "gloo" carries
+    IPv6): rank 0 listens there, on that host's address only, and the others may come first. `listener` is a
+    socket of rank 0 that listens at `address` already, such as on a free port, and is used up. "gloo" carries
     CPU tensors: groups on one host use memory that they share, others gloo's over the interface that leads to
     `address` unless GLOO_SOCKET_IFNAME names one; these are groups of torch.distributed, which nobody else
     may have initialised. "nccl" carries tensors of the CUDA device that is current on this thread.
@@ -71,7 +78,7 @@ def make_communicators(
     if backend == "gloo" and dist.is_initialized():
         raise RendezvousError("torch.distributed is initialised in this process already; destroy that first")
 
-    store = connect(rank, grid.size, address, timeout, purpose=f"{grid} over {backend}")
+    store = connect(rank, grid.size, address, timeout, f"{grid} over {backend}", listener)
     try:
         if backend == "nccl":
             return _nccl_groups(store, grid, rank, timeout)
@@ -86,16 +93,24 @@ def make_communicators(
         ) from error
 
 
-def connect(rank: int, size: int, address: str, timeout: float, purpose: str = "") -> dist.Store:
+def connect(
+    rank: int,
+    size: int,
+    address: str,
+    timeout: float,
+    purpose: str = "",
+    listener: socket.socket | None = None,
+) -> dist.Store:
     """Meet `size` ranks at `address`, where rank 0 listens, and return the store that they share.
 
     The store lives in the process of rank 0, for as long as that holds on to it. `purpose` is what the ranks
-    must agree on. Errors are those of `make_communicators`.
+    must agree on. `listener` and errors are those of `make_communicators`.
     """
     host, port = _split(address)
     end = time.monotonic() + timeout
-    listener = _listen(host, port) if rank == 0 else None
-    if listener is None:
+    if rank == 0:
+        listener = listener or _listen(host, port)
+    else:
         _await_listener(rank, host, port, timeout)
 
     def open_store() -> dist.Store:

@@ -10,7 +10,7 @@ import numpy as np
 
 from enginecore.config import EngineConfig
 from enginecore.core.engine_core import EngineCore
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
 from enginecore.frontend.text.loading import load_tokenizer

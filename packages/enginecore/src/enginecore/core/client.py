@@ -6,10 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -19,6 +17,7 @@ from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, ModelError
 from enginecore.messages import CoreMessage, EngineLimits, Failed, FrontendMessage
+from enginecore.private_folder import private_folder
 
 _START = msgspec.json.Decoder(EngineLimits | Failed)
 _SECONDS_TO_END = 5.0
@@ -29,7 +28,7 @@ class CoreProcess:
     """An engine core and the private folder in which its socket lies."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._folder = private_folder()
         self.address = f"ipc://{self._folder}/core"
         self._serving = False
         level = logging.getLogger("enginecore").getEffectiveLevel()

@@ -19,7 +19,7 @@ from pagedattn.cpu_backend.arguments import (
 )
 from pagedattn.cpu_backend.build import load_library
 from pagedattn.cpu_backend.checks import check
-from pagedattn.cpu_backend.neighbours import gelu_and_mul, rms_norm, rotary, silu_and_mul
+from pagedattn.cpu_backend.ops import gelu_and_mul, rms_norm, rotary, silu_and_mul
 from pagedattn.cpu_backend.sampling import top_k_top_p_sample
 from pagedattn.torch_backend import copy_blocks, grouped_matmul
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagedattn.cpu_backend.arguments import SAMPLE, TYPES, dense
-from pagedattn.cpu_backend.neighbours import FLOATS, kernels
+from pagedattn.cpu_backend.ops import FLOATS, kernels
 
 
 def top_k_top_p_sample(

@@ -50,7 +50,7 @@ def from_ordered(bits):
 
 
 @triton.jit
-def weigh(logits, highest, rate, least, BY_COUNT: tl.constexpr):
+def softmax_weights(logits, highest, rate, least, BY_COUNT: tl.constexpr):
     """Weights of the logits of at least `least`, 0 for the others; or 1 each with BY_COUNT."""
     if BY_COUNT:
         return tl.where(logits >= least, 1.0, 0.0)
@@ -59,7 +59,7 @@ def weigh(logits, highest, rate, least, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def find_bound(row, vocab, highest, rate, least, goal, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """The largest number so that logits of at least that, and of `least`, weigh `goal` or more."""
+    """The largest bound for which the weights of logits ≥ max(bound, `least`) add up to `goal` or more."""
     bound = tl.full([], 0, tl.int64)
     shift = tl.full([], 30, tl.int64)
     for _ in range(16):
@@ -72,7 +72,7 @@ def find_bound(row, vocab, highest, rate, least, goal, BY_COUNT: tl.constexpr, T
         weight3 = tl.zeros([TILE], tl.float32)
         for first in range(0, vocab, TILE):
             logits = load_logits(row, first, vocab, TILE)
-            weights = weigh(logits, highest, rate, least, BY_COUNT)
+            weights = softmax_weights(logits, highest, rate, least, BY_COUNT)
             weight1 += tl.where(logits >= bound1, weights, 0.0)
             weight2 += tl.where(logits >= bound2, weights, 0.0)
             weight3 += tl.where(logits >= bound3, weights, 0.0)
@@ -132,7 +132,7 @@ def sample_kernel(
     if share < 1.0:
         weights = tl.zeros([TILE], tl.float32)
         for first in range(0, vocab, TILE):
-            weights += weigh(load_logits(row, first, vocab, TILE), highest, rate, least, False)
+            weights += softmax_weights(load_logits(row, first, vocab, TILE), highest, rate, least, False)
         goal = share * tl.sum(weights, axis=0)
         least = tl.maximum(least, find_bound(row, vocab, highest, rate, least, goal, False, TILE))
 
@@ -140,7 +140,7 @@ def sample_kernel(
     best_score = tl.full([TILE // BIN], -float("inf"), tl.float64)
     best_bin = tl.arange(0, TILE // BIN)
     for first in range(0, vocab, TILE):
-        weights = weigh(load_logits(row, first, vocab, TILE), highest, rate, least, False)
+        weights = softmax_weights(load_logits(row, first, vocab, TILE), highest, rate, least, False)
         by_bin = tl.sum(tl.reshape(weights, [TILE // BIN, BIN]), axis=1)
         bins = first // BIN + tl.arange(0, TILE // BIN)
         score = tl.log(by_bin.to(tl.float64)) + gumbel(seed, position, 0, bins)

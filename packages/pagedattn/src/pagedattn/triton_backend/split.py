@@ -30,7 +30,7 @@ def choose_splits(programs: int, context: int, processors: int) -> int:
 def merge_kernel(
     out, partials, sinks, parts, HEAD_DIM: tl.constexpr, TILE_PARTS: tl.constexpr, TILE_DIM: tl.constexpr
 ):
-    """Grid (tokens, q_heads): weighs a query head's `parts` by their denominators; sinks join here, once."""
+    """Grid (tokens, q_heads): merge a query head's `parts` by their softmax denominators; add sinks once."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, TILE_DIM)

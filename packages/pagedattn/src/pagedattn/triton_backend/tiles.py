@@ -95,7 +95,7 @@ def rule_of_thumb(kind: Kind, padded_dim: int, itemsize: int, capability: tuple[
 
 
 def parse_record(entries: Iterable[Mapping[str, Any]]) -> dict[Key, LaunchShape]:
-    """The launch shapes of a record as `pagedattn.triton_backend.tune` writes it.
+    """The launch shapes of a record as tools/tune_attention.py writes it.
 
     Raises ValueError for two entries with one key.
     """

@@ -14,7 +14,7 @@
 /* Cost below which another thread takes longer to wake than it saves. */
 #define LEAST_COST_PER_THREAD 20000
 
-/* The parts of one token's query head, weighed by their sums and normalised. */
+/* Merges a token's partial results for one query head, weighted by their softmax denominators. */
 static void merge(const Call *call, const Parts *parts, int token, int head, float *sums) {
     int first = parts->starts[token], count = parts->starts[token + 1] - first, dim = call->head_dim;
     float highest = -INFINITY, total = 0.0f;

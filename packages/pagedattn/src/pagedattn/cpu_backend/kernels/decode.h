@@ -13,7 +13,7 @@ INLINE void prefetch(int type, const char *row, int64_t index) {
 /* How many keys ahead memory is asked for: far enough for its latency, near enough to be still in the cache. */
 #define AHEAD 32
 
-/* Rows that are scored and weighed at a time: for more, keys are read again. */
+/* Query rows that share one read of a KV head's keys and values; more rows read them again. */
 #define MOST_DECODE_ROWS 8
 
 /* Scores of `rows` queries against one key. Keys go one by one: several at a time would share the loads of queries,
@@ -76,7 +76,7 @@ INLINE void score_rows(const Call *call, int type, int rows, const int32_t *tabl
     }
 }
 
-INLINE void weigh_rows(const Call *call, int type, int rows, const int32_t *table, int kv_head, int begin, int end,
+INLINE void pv_rows(const Call *call, int type, int rows, const int32_t *table, int kv_head, int begin, int end,
                        int last, const float *weights, float *sums) {
     const int dim = call->head_dim, many = rows <= 4 ? 4 : 2; /* vectors whose sums fit into registers */
     for (int key = begin; key < end;) {
@@ -117,15 +117,15 @@ static void score(const Call *call, int rows, const int32_t *table, int kv_head,
 #undef SCORE
 }
 
-static void weigh(const Call *call, int rows, const int32_t *table, int kv_head, int begin, int end, int last,
+static void pv(const Call *call, int rows, const int32_t *table, int kv_head, int begin, int end, int last,
                   const float *weights, float *sums) {
-#define WEIGH(TYPE, ROWS) weigh_rows(call, TYPE, ROWS, table, kv_head, begin, end, last, weights, sums)
-    FOR_TYPE_AND_ROWS(WEIGH)
-#undef WEIGH
+#define PV(TYPE, ROWS) pv_rows(call, TYPE, ROWS, table, kv_head, begin, end, last, weights, sums)
+    FOR_TYPE_AND_ROWS(PV)
+#undef PV
 }
 
-/* Scores [count] of one row to weights; the running highest score, sum of weights and sums [dim] follow. */
-static void soften(const Call *call, float *scores, int count, int first, int position, float slope, float *highest,
+/* Online softmax of one row: scores [count] become weights; rescales the running maximum, total and sums [dim]. */
+static void softmax(const Call *call, float *scores, int count, int first, int position, float slope, float *highest,
                    float *total, float *sums) {
     vi lanes;
     for (int i = 0; i < W; i++) lanes[i] = i;
@@ -158,7 +158,8 @@ static void soften(const Call *call, float *scores, int count, int first, int po
 /* Scratch floats that `attend_decode` needs for so many query heads. */
 INLINE int64_t decode_scratch(int heads, int dim) { return (int64_t)heads * (2 * dim + KEYS + 2); }
 
-/* Scores or weighs positions begin ... end - 1 block by block, for all KV heads of a block before the next. */
+/* QK (with `query`) or PV (without) for positions begin ... end - 1, block by block: all KV heads of a block before
+ * the next block. */
 static void pass_blocks(const Call *call, const Work *work, int begin, int end, const float *query, float *scores,
                         float *sums) {
     const int32_t *table = table_of(call, work->seq);
@@ -173,7 +174,7 @@ static void pass_blocks(const Call *call, const Work *work, int begin, int end, 
                 if (query)
                     score(call, rows, table, work->kv_head + e, key, stop, work->end, query + row * dim, to);
                 else
-                    weigh(call, rows, table, work->kv_head + e, key, stop, work->end, to, sums + row * dim);
+                    pv(call, rows, table, work->kv_head + e, key, stop, work->end, to, sums + row * dim);
             }
         }
         key = stop;
@@ -202,7 +203,7 @@ static void attend_decode(const Call *call, const Parts *parts, const Work *work
         pass_blocks(call, work, begin, end, query, scores, NULL);
         for (int r = 0; r < rows; r++) {
             float slope = call->slopes ? call->slopes[heads[r]] : 0.0f;
-            soften(call, scores + r * KEYS, end - begin, begin, position, slope, highest + r, total + r,
+            softmax(call, scores + r * KEYS, end - begin, begin, position, slope, highest + r, total + r,
                    sums + r * dim);
         }
         pass_blocks(call, work, begin, end, NULL, scores, sums);

@@ -16,7 +16,7 @@ typedef struct {
 /* Elements that a second thread is worth waking for. */
 #define LEAST_ELEMENTS_PER_THREAD 65536
 
-/* Neighbours that are turned at a time. */
+/* Pairs of adjacent elements that are rotated at a time. */
 #define PAIRS 32
 
 /* W elements of the first half and of the second, or the `left` that remain of them. */

@@ -119,8 +119,8 @@ static float kth_largest(const float *values, int64_t count, int64_t k, float le
     return least_reaching(values, space->weights, count, k, -INFINITY, space->space, space->weight_space);
 }
 
-/* Weighs what is at least row->least, and adds it up by bins. */
-static void weigh(const Space *space, const Row *row) {
+/* Softmax weights of the logits that are at least row->least, and their sum in each bin. */
+static void softmax_bins(const Space *space, const Row *row) {
     vf highest = splat(row->highest), temperature = splat(row->temperature), least = splat(row->least);
     for (int64_t bin = 0; bin < row->kept; bin++) {
         vf mass = splat(0.0f);
@@ -197,7 +197,7 @@ INLINE int64_t sample_row(const SampleCall *call, int type, int64_t index, const
         float bound = kth_largest(space->values, row.kept * BLOCK, top_k, row.least, space);
         if (bound > row.least) row.least = bound;
     }
-    weigh(space, &row);
+    softmax_bins(space, &row);
     if (call->top_p[index] < 1.0f) {
         int64_t count = row.kept * BLOCK;
         float total = sum_all(space->weights, count), goal = call->top_p[index] * total;

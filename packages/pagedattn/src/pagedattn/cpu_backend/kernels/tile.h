@@ -42,7 +42,7 @@ INLINE void score_keys(int vectors, int count, const float *const *keys, const f
         for (int v = 0; v < vectors; v++) store(scores + k * rows + v * W, acc[k][v]);
 }
 
-INLINE void weigh_dims(int vectors, int dims, const float *const *values, int d, const float *weights, int count,
+INLINE void pv_dims(int vectors, int dims, const float *const *values, int d, const float *weights, int count,
                        const float *decay, float *sums) {
     const int rows = vectors * W;
     vf acc[8][4];
@@ -62,7 +62,7 @@ INLINE void weigh_dims(int vectors, int dims, const float *const *values, int d,
 }
 
 /* Options and mask on scores [count, W], then softmax's weights in their place. */
-INLINE void soften_rows(const Call *call, float *scores, int rows, int count, int first, int masked, vi positions,
+INLINE void softmax_rows(const Call *call, float *scores, int rows, int count, int first, int masked, vi positions,
                         vf slopes, float *highest, float *total, float *decay) {
     vf top = load(highest), before = top;
     vf cap = splat(call->soft_cap);
@@ -99,13 +99,13 @@ INLINE void attend_keys(const Call *call, int vectors, Tile *tile, int first, in
     for (int v = 0; v < vectors; v++) {
         vi positions;
         memcpy(&positions, tile->positions + v * W, sizeof positions);
-        soften_rows(call, tile->scores + v * W, rows, count, first, masked, positions, load(tile->slopes + v * W),
+        softmax_rows(call, tile->scores + v * W, rows, count, first, masked, positions, load(tile->slopes + v * W),
                     tile->highest + v * W, tile->total + v * W, tile->decay + v * W);
     }
     for (; d + many <= dim; d += many)
-        weigh_dims(vectors, many, tile->values, d, tile->scores, count, tile->decay, tile->sums + d * rows);
+        pv_dims(vectors, many, tile->values, d, tile->scores, count, tile->decay, tile->sums + d * rows);
     for (; d < dim; d++)
-        weigh_dims(vectors, 1, tile->values, d, tile->scores, count, tile->decay, tile->sums + d * rows);
+        pv_dims(vectors, 1, tile->values, d, tile->scores, count, tile->decay, tile->sums + d * rows);
 }
 
 /* Points keys and values at the rows of positions first ... first + count - 1, widened to floats. */

@@ -1,6 +1,6 @@
 """The operations around attention on the CPU: the C kernels beside the torch back end.
 
-    uv run python tools/bench/neighbours.py [--threads N] [--only NAME]
+    uv run python tools/bench/ops.py [--threads N] [--only NAME]
 
 Every line is one problem; its alternatives are timed in turn, over and over, and each figure is the best.
 """

@@ -29,7 +29,7 @@ def run(program, *arguments, **environment):
 
 @pytest.mark.slow
 def test_interpreted_kernels_agree_with_the_definitions():
-    reports = run("interpret_neighbours.py", TRITON_INTERPRET="1")
+    reports = run("interpret_ops.py", TRITON_INTERPRET="1")
     assert len(reports) == 43
     assert {name: value for name, value in reports.items() if value > 1} == {}
     assert all(value == 0 for name, value in reports.items() if name.startswith(("sampling", "copies")))
@@ -38,7 +38,7 @@ def test_interpreted_kernels_agree_with_the_definitions():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_compile_within_the_device(arch):
-    reports = run("compile_neighbours.py", arch)
+    reports = run("compile_ops.py", arch)
     assert len(reports) == 21
     for name, report in reports.items():
         assert report["cubin_bytes"] > 0, name

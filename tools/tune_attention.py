@@ -1,9 +1,9 @@
-"""Measures launch shapes on the device at hand and records the fastest.
+"""Measure launch shapes of the Triton attention kernels on this machine's GPU and record the fastest.
 
-    python -m pagedattn.triton_backend.tune --output tuned_tiles.json
+    uv run python tools/tune_attention.py
 
-Serving never measures: it takes what `tuned_tiles.json`, beside this module, has recorded for its device,
-else the rule in `tiles`. To use a new record, put it in that file's place.
+Serving never measures: it reads `tuned_tiles.json` in `pagedattn.triton_backend` for its device, else follows
+the rule in `tiles` there. This extends that file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagedattn.layout import FP8, KVLayout, allocate
 from pagedattn.triton_backend.attention import attend_by_plan, describe_device
 from pagedattn.triton_backend.kernels import attend_kernel
 from pagedattn.triton_backend.plan import Device, Plan, make_plan
-from pagedattn.triton_backend.tiles import Kind, LaunchShape, fit, next_power_of_2, rule_of_thumb
+from pagedattn.triton_backend.tiles import RECORD, Kind, LaunchShape, fit, next_power_of_2, rule_of_thumb
 
 # name: (query dtype, cache dtype)
 DTYPES = {
@@ -187,7 +187,9 @@ def median_microseconds(launch: Callable[[], None], repeats: int = 20) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure launch shapes of attention and record the fastest.")
-    parser.add_argument("--output", type=Path, required=True, help="the record, extended if it exists")
+    parser.add_argument(
+        "--output", type=Path, default=RECORD, help="the record to extend; default: the one in use"
+    )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     arguments = parser.parse_args()

@@ -56,7 +56,7 @@ def check_cache(interpret: bool) -> dict[str, Any]:
     return {"checks": checks}
 
 
-def check_neighbours(interpret: bool) -> dict[str, Any]:
+def check_ops(interpret: bool) -> dict[str, Any]:
     """Norms, rotation, gated activations and grouped products against float64."""
     torch.manual_seed(0)
     device = torch.device("cpu" if interpret else "cuda")

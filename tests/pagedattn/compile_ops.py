@@ -1,6 +1,6 @@
 """Compiles the Triton kernels around attention for a made-up CUDA device; a report on each, as JSON.
 
-A program of its own, as compile_kernels.py is, and with the same device. Usage: compile_neighbours.py ARCH.
+A program of its own, as compile_kernels.py is, and with the same device. Usage: compile_ops.py ARCH.
 """
 
 import json
