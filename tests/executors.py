@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cores import Answer, Ask
 from enginecore import SamplingParams
@@ -23,10 +24,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 class Smaller:
     """An executor of which a core uses only some of the blocks: cheaper than to start another."""
 
-    def __init__(self, executor: Executor, **changes: Any) -> None:
-        """`changes` are attributes of the executor that a core is to see otherwise."""
+    def __init__(self, executor: Executor, *, depth: int | None = None, **changes: Any) -> None:
+        """`changes` are limits of the executor that a core is to see otherwise."""
         self._executor = executor
-        vars(self).update(changes)
+        self.limits = replace(executor.limits, **changes)
+        self.depth = depth or executor.depth
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)

@@ -13,17 +13,17 @@ from enginecore.executor.distributed import DistributedExecutor, Ending, RankLoc
 from enginecore.executor.messages import (
     Failure,
     Listening,
-    Loaded,
     Progress,
     StepDone,
     WorkerSettings,
     decode_step,
 )
 from enginecore.executor.step import StepInput, StepOutput
+from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 from steps import decode_only, ids
 
-LOADED = Loaded(10, 2, 64, 100, 320, on_cpu=True)
+LOADED = EngineLimits(100, 320, 10, 16, host_blocks=2, window=64, device="cpu")
 
 
 class PlayedWorker:
@@ -102,9 +102,7 @@ def failed(kind, message, at):
 
 def test_facts_come_from_the_workers():
     executor = Stage(2, READY, READY).executor
-    facts = (executor.num_blocks, executor.host_blocks, executor.window, executor.max_model_len)
-    assert facts == (10, 2, 64, 100)
-    assert (executor.vocab_size, executor.depth) == (320, 1)
+    assert (executor.limits, executor.depth) == (LOADED, 1)
     assert Stage(2, READY, READY, async_scheduling=True).executor.depth == 2
 
 
@@ -135,7 +133,7 @@ def test_ranks_on_two_hosts_are_told_where_steps_come_from():
     stage.executor.submit(decode_only(3))
     [sent] = stage.workers[0].sent
     assert [reader.read(timeout=5) for reader in readers] == [sent, sent]
-    assert decode_step(sent).rows.tolist() == [0, 1, 2]
+    assert decode_step(sent).plan.rows.tolist() == [0, 1, 2]
 
 
 def test_a_step_reaches_every_rank_and_results_come_back():
@@ -145,8 +143,8 @@ def test_a_step_reaches_every_rank_and_results_come_back():
     for reader in readers:
         step = decode_step(reader.read(timeout=5))
         assert isinstance(step, StepInput)
-        assert step.rows.tolist() == [0, 1, 2]
-    stage.workers[0].say(StepDone(StepOutput(7, ids(4), {}, [])))
+        assert step.plan.rows.tolist() == [0, 1, 2]
+    stage.workers[0].say(StepDone(StepOutput(7, ids(4), {}, {})))
     assert stage.executor.collect().tokens.tolist() == [4]
 
 

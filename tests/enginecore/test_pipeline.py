@@ -100,7 +100,7 @@ def test_the_stage_with_most_layers_decides_the_number_of_blocks(pipeline):
     split = split_layers(spec, pipeline.config.pipeline_parallel_size)
     heads = spec.num_kv_heads // pipeline.config.tensor_parallel_size
     layer_bytes = 2 * heads * 16 * spec.head_dim * 4  # a block of 16 keys and values, in float32
-    assert pipeline.executor.num_blocks == CACHE_BYTES // (max(map(len, split)) * layer_bytes)
+    assert pipeline.executor.limits.num_blocks == CACHE_BYTES // (max(map(len, split)) * layer_bytes)
 
 
 def test_experts_are_counted_on_all_stages(pipeline):

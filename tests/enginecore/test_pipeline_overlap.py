@@ -11,6 +11,7 @@ from checkpoints import llama_config, save_random
 from collectives import LocalCommunicator
 from cores import Ask, run, start_core
 from enginecore.core.engine_core import EngineCore
+from enginecore.messages import EngineLimits
 from enginecore.worker.models.stages import split_layers
 from enginecore.worker.runner.runner import Runner
 from executors import options
@@ -45,10 +46,11 @@ class ThreadedStages:
     `begun[stage, step]` are events that are set as stages begin steps.
     """
 
-    host_blocks, window, max_model_len, vocab_size, descriptors = 0, None, 64, 320, ()
+    descriptors = ()
 
     def __init__(self, path, stages, may_end):
-        self.depth, self.num_blocks = stages, BLOCKS
+        self.depth = stages
+        self.limits = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=BLOCKS, block_size=16)
         self.begun = defaultdict(threading.Event)
         self._may_end = may_end
         self._steps = [queue.Queue() for _ in range(stages)]
@@ -86,10 +88,10 @@ class ThreadedStages:
     def _serve(self, stage, runner, model):
         try:
             while (step := self._steps[stage].get()) is not None:
-                self.begun[stage, step.step].set()
+                self.begun[stage, step.plan.step].set()
                 output = runner.run(step).result()
                 if model.last:
-                    self._may_end(step.step, self.begun)
+                    self._may_end(step.plan.step, self.begun)
                     self._results.put(output)
         except BaseException as error:
             self._results.put(error)

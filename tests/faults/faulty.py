@@ -27,7 +27,7 @@ GOOD_STEPS = 3
 
 
 def faulty(fault: str, applies: Callable[[Any], bool] = lambda self: True) -> Any:
-    """Return a patch under which the method fails from its fourth call on, of objects that `applies` picks."""
+    """Return a patch under which the method fails from its fourth call on, if `applies` to the object."""
     module, cls, method, error = FAULTS[fault]
     owner = getattr(importlib.import_module(module), cls)
     whole = getattr(owner, method)
@@ -43,7 +43,8 @@ def faulty(fault: str, applies: Callable[[Any], bool] = lambda self: True) -> An
     return patch.object(owner, method, fail)
 
 
-def main(fault: str, module: str) -> int:
+def main(fault: str, module: str, *arguments: str) -> int:
+    sys.argv[1:] = arguments
     in_worker = module == "enginecore.worker.process"
     with faulty(fault, lambda self: not in_worker or self._tp.rank == 1):
         return importlib.import_module(module).main()

@@ -127,7 +127,7 @@ def test_in_a_core_process(model, fault, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("fault", ["model", "memory"])
-def test_on_one_rank_of_two(model, fault, monkeypatch, capfd):
+def test_on_one_rank_of_two(model, fault, monkeypatch, caplog):
     monkeypatch.setattr(processes, "_COMMAND", (sys.executable, FAULTY, fault, "enginecore.worker.process"))
     engine = LLMEngine(make_config({"model": str(model), **OPTIONS, "tensor_parallel_size": 2}))
     try:
@@ -139,4 +139,4 @@ def test_on_one_rank_of_two(model, fault, monkeypatch, capfd):
         engine.shutdown()
     assert str(caught.value).startswith("the engine has ended: rank 1 of 2 (process ")
     assert str(caught.value).endswith(f"failed: {SAID[fault]}")
-    assert "Traceback" in capfd.readouterr().err
+    assert "Traceback" in caplog.text

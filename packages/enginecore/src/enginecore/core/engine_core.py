@@ -181,9 +181,10 @@ class EngineCore:
 
     def _end(self, cause: BaseException) -> None:
         """Record why the engine has ended, and give up its workers."""
-        logger.error("the engine has ended", exc_info=cause)
-        reason = str(cause) if isinstance(cause, EngineDeadError) else f"{type(cause).__name__}: {cause}"
+        told = isinstance(cause, EngineDeadError)  # by an executor, which has logged it
+        reason = str(cause) if told else f"{type(cause).__name__}: {cause}"
         self.error = EngineDeadError(" ".join(f"the engine has ended: {reason}".split()))
+        logger.error("%s", self.error, exc_info=None if told else cause)
         self.error.__cause__ = cause
         # Frames of the failed step hold the model and its cache.
         traceback.clear_frames(cause.__traceback__)
