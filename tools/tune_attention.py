@@ -41,7 +41,7 @@ SEQUENCES: dict[Kind, list[tuple[int, int]]] = {
 
 
 class Problem(NamedTuple):
-    """What a launch shape is chosen for; `dtype` is a name in DTYPES."""
+    """Problem that a launch shape is chosen for; `dtype` is a name in DTYPES."""
 
     kind: Kind
     head_dim: int

@@ -1,4 +1,4 @@
-"""What it costs to tell several processes something: `RingBroadcast` beside ZMQ PUB/SUB over ipc.
+"""Benchmark of broadcasts to several processes: `RingBroadcast` beside ZMQ PUB/SUB over ipc.
 
     uv run python tools/bench/ring.py [--messages 100000] [--readers 4] [--json PATH]
 

@@ -27,7 +27,7 @@ class Case:
     tables: list[list[int]]
 
     def attend(self, options: dict[str, Any]) -> torch.Tensor:
-        """What the Triton back end makes of it."""
+        """Run the case on the Triton back end."""
         scale = self.query.shape[2] ** -0.5
         scales = {} if self.kv_scales is None else {"kv_scales": self.kv_scales}
         return attend(self.query, self.cache, self.batch, scale=scale, backend="triton", **options, **scales)

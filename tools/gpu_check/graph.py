@@ -48,7 +48,7 @@ def check_graph(interpret: bool) -> dict[str, Any]:
 
 
 class _Weights:
-    """What a decode step needs beside queries and cache."""
+    """Weights of a decode step, beside queries and cache."""
 
     def __init__(self, case: Case) -> None:
         tokens, heads, head_dim = case.query.shape

@@ -1,4 +1,4 @@
-"""How fast the kernels are, beside what the device copies and multiplies at most."""
+"""Speed of the kernels, beside what the device copies and multiplies at most."""
 
 from __future__ import annotations
 

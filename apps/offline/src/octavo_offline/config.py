@@ -16,7 +16,7 @@ def _option(default: Any, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What to run. Raises ConfigError when it is nothing, or two things at once."""
+    """Options of a run: prompts, or a file of requests."""
 
     prompt: tuple[str, ...] = _option((), "a prompt to continue; may be given again", repeat=True)
     chat: bool = _option(False, "each prompt is a user's message to answer")
@@ -30,7 +30,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the prompts of --prompt are sampled; requests of --input bring their own parameters.
+    """Sampling of the prompts of --prompt; requests of --input bring their own parameters.
 
     Raises ConfigError when a value is out of range.
     """

@@ -12,7 +12,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How to serve. Raises ConfigError when an option is out of range."""
+    """Options of the HTTP server. Raises ConfigError when one is out of range."""
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: for every network")
     port: int = _option(8000, "port to listen on; 0: any free one")

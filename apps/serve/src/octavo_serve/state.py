@@ -30,7 +30,7 @@ class ServerState:
 
     @property
     def trouble(self) -> str | None:
-        """Why no request can be taken now; None when one can."""
+        """The reason why no request can be taken now; None when one can."""
         if self.engine.error is not None:
             return self.engine.error
         if self.draining:

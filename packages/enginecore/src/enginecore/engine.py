@@ -39,7 +39,7 @@ class LLMEngine:
 
     @property
     def limits(self) -> EngineLimits:
-        """What the loaded model and its cache allow."""
+        """Limits of the loaded model and its cache."""
         return self._core.limits
 
     def add_request(

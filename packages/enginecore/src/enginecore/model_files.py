@@ -25,7 +25,7 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model lies, and its configuration in the form of Hugging Face's config.json."""
+    """A model's location, and its configuration in the form of Hugging Face's config.json."""
 
     name: str
     path: Path

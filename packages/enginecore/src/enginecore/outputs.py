@@ -1,4 +1,4 @@
-"""What a caller gets back from an engine."""
+"""Outputs of an engine."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler: vLLM's names, defaults and error rules."""
+"""Sampling parameters: vLLM's names, defaults and error rules."""
 
 import math
 import re
@@ -18,7 +18,7 @@ MAX_SAMPLES = 16384
 
 
 class RequestOutputKind(IntEnum):
-    """Which outputs a request's iterator yields."""
+    """The outputs that a request's iterator yields."""
 
     CUMULATIVE = 0
     """Every output holds all tokens so far."""
@@ -29,7 +29,7 @@ class RequestOutputKind(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How to choose and when to stop choosing tokens. Validated on construction.
+    """Rules for choosing tokens and for stopping. Validated on construction.
 
     Raises:
         ValueError: a field is out of range or contradicts another; the message names it.

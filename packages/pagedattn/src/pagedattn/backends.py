@@ -1,4 +1,4 @@
-"""Which implementation runs: `torch` anywhere, `cpu` on CPUs that have a C compiler, `triton` on GPUs."""
+"""The choice of a back end: `torch` anywhere, `cpu` on CPUs that have a C compiler, `triton` on GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BackendUnavailable(RuntimeError):
 
 
 class ScoreOptions(NamedTuple):
-    """How attention scores are made from query · key; see `attend`."""
+    """Options of the attention scores, made from query · key; see `attend`."""
 
     scale: float
     window: int | None
@@ -32,7 +32,7 @@ class ScoreOptions(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a back-end module provides. Arguments were validated by `pagedattn.attention`."""
+    """Interface of a back-end module. Arguments were validated by `pagedattn.attention`."""
 
     def write_kv(
         self,

@@ -1,4 +1,4 @@
-"""What attention must know of one step's batch, besides queries and cache."""
+"""The batch of one step, as attention needs it besides queries and cache."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AttentionBatch:
 def find_shared_prefix(
     query_lengths: np.ndarray, lengths: np.ndarray, block_table: np.ndarray, block_size: int
 ) -> int:
-    """How many leading positions all sequences with queries keep in the same blocks, before any query.
+    """Count the leading positions that all sequences with queries keep in the same blocks, before any query.
 
     int `[n]`, int `[n]` and int `[n, max_blocks]` on the host, as in `AttentionBatch`. A multiple of
     `block_size`; 0 when fewer than two sequences have queries.

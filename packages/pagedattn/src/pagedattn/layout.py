@@ -1,4 +1,4 @@
-"""What a paged KV cache looks like in memory."""
+"""Memory layout of a paged KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes that take a body share: reading it, naming the answer, preparing prompts."""
+"""Shared by the routes that take a body: reading it, naming the answer, preparing prompts."""
 
 import asyncio
 import re

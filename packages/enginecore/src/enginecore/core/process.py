@@ -42,7 +42,7 @@ _SECONDS_TO_SEND = 1
 
 
 class CoreSettings(msgspec.Struct):
-    """What the process is told on standard input, as one line of JSON."""
+    """Settings of the process: one line of JSON on its standard input."""
 
     config: EngineConfig
     address: str

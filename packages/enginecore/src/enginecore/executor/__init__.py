@@ -1,1 +1,1 @@
-"""Where workers run, as the core sees it."""
+"""Executors: they run the core's steps on workers, in this process or in others."""

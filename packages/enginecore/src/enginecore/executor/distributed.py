@@ -63,7 +63,7 @@ class RankLocation(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a worker ended."""
+    """The end of a worker."""
 
     how: str
     """Such as "was killed by signal 9 (Killed)"."""
@@ -124,7 +124,7 @@ class DistributedExecutor:
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when a worker says something or ends."""
+        """Descriptors that become readable when a worker sends something or ends."""
         return [worker.link.fileno() for worker in self._workers if not worker.link.ended]
 
     @property

@@ -46,7 +46,7 @@ _GRACE = 0.5
 
 
 class ActorHome(NamedTuple):
-    """Where an actor runs."""
+    """The node and process of an actor."""
 
     node: str
     """Ray's id of the node."""
@@ -276,7 +276,7 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def _environment() -> dict[str, str | None]:
-    """What to set for the workers: Ray's default is one compute thread each, ours a share of the cores."""
+    """Variables to set for workers: Ray defaults to one compute thread each, we to a share of the cores."""
     carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
     return {**carried, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
 

@@ -1,4 +1,4 @@
-"""What the core tells workers to run, and what comes back."""
+"""Step records: the input that the core gives workers, and their output."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class StepInput(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step sampled, in the order of the plan's sampling rows."""
+    """Results of a step, in the order of the plan's sampling rows."""
 
     step: int
     tokens: NDArray[np.int32]

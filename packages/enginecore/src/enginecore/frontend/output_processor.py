@@ -167,7 +167,7 @@ class RequestState:
 
     @property
     def failure(self) -> str | None:
-        """Why a sample could not be run; None if that has not happened."""
+        """The error of a sample that could not be run; None if all could."""
         failed = (sample for sample in self.samples.values() if sample.finish_reason == "error")
         return next((str(sample.stop_reason) for sample in failed), None)
 

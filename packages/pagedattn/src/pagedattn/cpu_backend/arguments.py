@@ -1,4 +1,4 @@
-"""What the C kernels are called with; the structures are those of kernels/*.h and *.c."""
+"""Arguments of the C kernels; the structures are those of kernels/*.h and *.c."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SAMPLE = Struct("8P 3q 2i")
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's elements lie; None for None."""
+    """Address of a tensor's elements; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 

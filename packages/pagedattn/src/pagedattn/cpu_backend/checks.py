@@ -1,4 +1,4 @@
-"""What the kernels trust: a batch that fits its cache, checked once a step."""
+"""Checks of what the kernels trust: a batch that fits its cache, once a step."""
 
 from __future__ import annotations
 

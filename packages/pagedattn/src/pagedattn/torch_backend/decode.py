@@ -33,7 +33,7 @@ class DecodeChunk(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """What all layers of one step share; made from block table and lengths alone."""
+    """Decode plan that all layers of one step share, made from block table and lengths alone."""
 
     order: torch.Tensor  # int64 [num_decodes]: sequences by number of blocks, most first
     chunks: list[DecodeChunk]

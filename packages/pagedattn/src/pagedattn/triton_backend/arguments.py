@@ -1,4 +1,4 @@
-"""What the attention kernels are given, in groups. Fields in capitals are constants at compile time."""
+"""Arguments of the attention kernels, in groups. Fields in capitals are constants at compile time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sequences(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a score is made of query · key; see `pagedattn.attend`. None where an option is off."""
+    """Scoring options of query · key; see `pagedattn.attend`. None where an option is off."""
 
     scale: Any
     soft_cap: Any
@@ -59,7 +59,7 @@ class Partials(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program takes: QUERIES tokens × HEADS query heads of one KV head, padded to ROWS rows of a
+    """Tile of one program: QUERIES tokens × HEADS query heads of one KV head, padded to ROWS rows of a
     matrix, against KEYS positions at a time. DIM is HEAD_DIM padded to a power of two."""
 
     QUERIES: Any

@@ -178,7 +178,7 @@ def _float32(per_head: torch.Tensor | None) -> torch.Tensor | None:
 
 @memoize
 def describe_device(device: torch.device) -> Device:
-    """What plans depend on of `device`; the interpreter's is one processor that can do least."""
+    """Describe `device` for plans; the interpreter's is one processor that can do least."""
     if device.type != "cuda":
         return Device((8, 0), 1)
     properties = torch.cuda.get_device_properties(device)

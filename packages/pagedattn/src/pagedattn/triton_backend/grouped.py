@@ -71,7 +71,7 @@ def grouped_matmul_kernel(
 
 
 class Tiles(NamedTuple):
-    """How many rows, columns and summands a program takes at a time."""
+    """Tile sizes: rows, columns and summands that a program takes at a time."""
 
     rows: int
     out: int

@@ -21,7 +21,7 @@ from pagedattn.triton_backend.softmax import (
 
 
 class Pieces(NamedTuple):
-    """How the contexts of short sequences are cut; see `attend_kernel`."""
+    """Split of the contexts of short sequences; see `attend_kernel`."""
 
     splits: Any
     parts: Any

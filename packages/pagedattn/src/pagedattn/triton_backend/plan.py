@@ -1,4 +1,4 @@
-"""How a batch is cut into programs, from host numbers alone."""
+"""Partition of a batch into programs, from host numbers alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT_QUERY = 8
 
 
 class Device(NamedTuple):
-    """What a plan depends on of the device: its compute capability and number of multiprocessors."""
+    """Device properties that plans depend on: compute capability and number of multiprocessors."""
 
     capability: tuple[int, int]
     processors: int
@@ -74,7 +74,7 @@ def make_plan(
 
 
 def head_tiles(query: torch.Tensor, cache: torch.Tensor, tiles: Tiles) -> int:
-    """How many programs share the query heads of one KV head."""
+    """Count the programs that share the query heads of one KV head."""
     return -(-(query.shape[1] // cache.shape[2]) // tiles.heads)
 
 

@@ -106,7 +106,7 @@ def score_keys(products, distance, slopes, scale, scoring):
 
 @triton.constexpr_function
 def product_precision(dim: int) -> str:
-    """How float32 is multiplied: one TF32 product would lose half the digits and three lose next to none, but
+    """Precision of float32 products: one TF32 product would lose half the digits and three next to none, but
     beyond 128 dimensions three need more registers than there are."""
     return "tf32x3" if dim <= 128 else "ieee"
 

@@ -1,4 +1,4 @@
-"""How much of the problem one program of a kernel takes, and with how many warps."""
+"""Tile sizes and warps of a kernel's programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = Path(__file__).with_name("tuned_tiles.json")
 
 
 class LaunchShape(NamedTuple):
-    """What can be tuned: at most `rows` of a matrix product, `keys` a step, and the launch options."""
+    """Tunable launch shape: at most `rows` of a matrix product, `keys` a step, and the launch options."""
 
     rows: int
     keys: int

@@ -29,7 +29,7 @@ Row = Mapping[int, Logprob] | None
 
 
 class Vocabulary(Protocol):
-    """What answers need of a tokenizer."""
+    """The part of a tokenizer that answers use."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token: int, /) -> str: ...
@@ -50,7 +50,7 @@ class NoVocabulary:
 
 
 class Head(NamedTuple):
-    """What every answer and every chunk of a request begins with."""
+    """The fields that every answer and every chunk of a request begins with."""
 
     id: str
     created: int

@@ -16,7 +16,7 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream holds beside its deltas."""
+    """Options of a stream: what it holds beside its deltas."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

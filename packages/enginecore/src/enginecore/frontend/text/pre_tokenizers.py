@@ -1,4 +1,4 @@
-"""How byte-level vocabularies split text before their merges apply, by the names of GGUF and transformers.
+"""Pre-tokenizers of byte-level vocabularies, by the names of GGUF and transformers.
 
 The patterns are those of the models' own tokenizer.json; GGUF names them in `tokenizer.ggml.pre`.
 """

@@ -14,7 +14,7 @@ NO_TOKENIZER = "this model has no tokenizer: send token ids"
 
 
 class Decoding(NamedTuple):
-    """How a vocabulary's tokens join into text."""
+    """Rules by which a vocabulary's tokens join into text."""
 
     kind: Literal["bytes", "byte_fallback", "other"]
     """bytes: each token stands for bytes (byte-level BPE); byte_fallback: tokens are text, but for 256 that

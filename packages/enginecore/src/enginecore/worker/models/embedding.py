@@ -1,4 +1,4 @@
-"""What turns token ids and positions into the first hidden states."""
+"""Embeddings: token ids and positions to the first hidden states."""
 
 import torch
 from torch import Tensor, nn

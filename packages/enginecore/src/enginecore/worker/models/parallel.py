@@ -1,4 +1,4 @@
-"""How a model is spread over ranks."""
+"""Parallelism of a model: its tensor- and expert-parallel ranks."""
 
 from dataclasses import dataclass
 

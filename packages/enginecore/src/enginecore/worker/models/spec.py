@@ -1,4 +1,4 @@
-"""What a decoder is: the sizes and switches in which the model families differ."""
+"""Decoder specification: the sizes and switches in which the model families differ."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

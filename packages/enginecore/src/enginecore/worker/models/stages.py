@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has."""
+"""The split of a model's layers into pipeline stages."""
 
 import torch
 
@@ -38,7 +38,7 @@ def _weights(spec: DecoderSpec) -> list[int]:
 
 
 def _cut(weights: list[int], stages: int) -> list[int]:
-    """Where each stage ends: the least possible heaviest stage, and then the least sum of squares.
+    """Return each stage's end: the least possible heaviest stage, and then the least sum of squares.
 
     After the stages looked at so far, `best[n]` is these two and the ends, for the best way to have the first
     n layers in them.

@@ -1,4 +1,4 @@
-"""How many KV cache blocks fit."""
+"""KV cache sizing: the number of blocks that fit."""
 
 from dataclasses import dataclass
 from pathlib import Path

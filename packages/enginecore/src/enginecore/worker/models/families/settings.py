@@ -1,4 +1,4 @@
-"""What most families' config.json files have in common."""
+"""Settings that most families' config.json files have in common."""
 
 from typing import Any
 
