@@ -20,7 +20,7 @@ def test_blocks_for_the_rest_of_a_running_prompt_are_not_promised_twice(engine):
     e.add(1, prompt=12, max_tokens=1)  # 3 blocks, one a step
     e.add(2, prompt=12, max_tokens=1)
     e.add(3, prompt=4, max_tokens=1)
-    assert e.step() == {1: (0, 4)}  # 4 blocks are free, 2 of them are spoken for
+    assert e.step() == {1: (0, 4)}  # 4 blocks are free, 2 of them are promised
     assert e.step() == {1: (4, 4)}
     assert e.step() == {1: (8, 4, "*")}
     assert e.step() == {2: (0, 4), 3: (0, 4, "*")}

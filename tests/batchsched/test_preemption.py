@@ -92,7 +92,7 @@ def test_nothing_is_admitted_in_a_step_that_preempted(engine):
     e.add(2, prompt=15, max_tokens=2)
     e.step()  # all 6 blocks are held
     e.add(3, prompt=1, max_tokens=1)
-    assert e.step() == {1: (8, 1, "*")}  # 2 gave 4 blocks back, of which 1 took one; 3 is not let in
+    assert e.step() == {1: (8, 1, "*")}  # 2 gave 4 blocks back, of which 1 took one; 3 is not admitted
     assert e.step() == {1: (9, 1, "*")}  # nor is it ahead of 2, which needs 4
     e.drain()
     assert list(e.finished) == [1, 2, 3]

@@ -191,7 +191,7 @@ def machine(engine, undisturbed, policy):
                 if not (len(self.engine.plans) <= 1 and self.plan_and_check()):
                     self.engine.commit()
                 steps += 1
-                assert steps < 10_000, "a request starves"
+                assert steps < 3_000, "a request starves"
             self.engine.check_answers()
 
     return Traffic

@@ -229,7 +229,7 @@ def test_a_plan_without_rows_is_no_step(engine):
     assert e.scheduler.num_in_flight == 0
     e.add(2, prompt=2, max_tokens=1)
     plan = e.plan()
-    assert (plan.step, plan.freed.tolist()) == (2, [0])  # the row closed meanwhile is told with a true step
+    assert (plan.step, plan.freed.tolist()) == (2, [0])  # the row freed meanwhile is told with a true step
 
 
 class TestAbort:

@@ -1,4 +1,4 @@
-"""What a step costs in scheduling and block bookkeeping: no model runs.
+"""Time a step's scheduling and block bookkeeping, without a model.
 
     uv run python tools/bench/scheduler.py [--steps 300] [--json PATH]
 
@@ -8,7 +8,7 @@ Then the hashing of 50,000 prompt tokens, and allocating and releasing 4,096 blo
 figure is a median, on one thread.
 
 Where vLLM is installed, its own scheduler takes decode steps of the same shape, up to 60 of them, and its
-figures stand beside ours.
+figures are printed next to ours.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Figures(NamedTuple):
 
 
 class Decoding:
-    """A scheduler whose rows all decode, and go on to for as many steps as are asked for."""
+    """A scheduler with `rows` rows that all decode, for at least `steps` steps."""
 
     def __init__(self, rows: int, steps: int, *, spare: int = 0) -> None:
         self._rng = np.random.default_rng(0)
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps a figure (default 300)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     arguments = parser.parse_args()
-    # Ours first: what vLLM imports would be in the way of our garbage collections.
+    # Ours first: the modules that vLLM imports would slow our garbage collections.
     figures = ours(arguments.steps)
     vllm = vllm_decode_step_ms(arguments.steps)
     if arguments.json:

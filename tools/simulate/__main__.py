@@ -28,7 +28,7 @@ are replayed one after the other and compared."""
 
 
 def policy_factory(name: str, options: argparse.Namespace) -> Callable[[], Policy]:
-    """What makes the policy of that name for each rank."""
+    """Return the factory of the policy of that name."""
     match name:
         case "fcfs":
             return Fcfs
@@ -117,7 +117,7 @@ def _blocks(text: str) -> int:
 
 
 def load_trace(options: argparse.Namespace) -> traces.Trace:
-    """The traffic that the options ask for. Raises ValueError or OSError if it cannot be had."""
+    """Load the trace that the options name. Raises ValueError or OSError."""
     trace = traces.load(options.trace or traces.FOLDER / traces.FILES[options.name])
     if options.duration:
         trace = trace.first(options.duration)
@@ -129,7 +129,7 @@ def load_trace(options: argparse.Namespace) -> traces.Trace:
 
 
 def setup(options: argparse.Namespace, trace: traces.Trace, policy: str) -> Setup:
-    """What each rank is made of."""
+    """Return the setup of every rank."""
     block_size = options.block_size or (16 if trace.hash_ids is None else traces.HASH_BLOCK)
     device = DEVICES[options.device]
     num_blocks = options.blocks

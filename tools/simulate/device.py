@@ -1,4 +1,4 @@
-"""How long a step takes: a device as a handful of seconds per something."""
+"""The cost model of a device: seconds per step, as a sum of a few terms."""
 
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ class Device:
     kv_tokens: int
 
     def seconds(self, plan: StepPlan) -> float:
-        """How long the device runs the plan."""
+        """Return the seconds the device takes for the plan."""
         rows, tokens = plan.rows.size, plan.num_tokens
         read = int(plan.starts.sum()) + tokens
         if tokens == rows:
@@ -86,12 +86,12 @@ class Device:
         )
 
     def stretch(self, rows: int, context: int, steps: int) -> float:
-        """How long `steps` steps take in which `rows` rows decode, over `context` tokens in the first."""
+        """Return the seconds of `steps` steps of `rows` decoding rows, over `context` tokens in the first."""
         read = steps * context + rows * (steps * (steps - 1) // 2)
         return steps * (self.overhead + rows * self.decode) + read * self.context
 
     def steps_within(self, seconds: float, rows: int, context: int, longest: int) -> int:
-        """How many such steps end within `seconds`, `longest` at most."""
+        """Return how many such steps end within `seconds`, `longest` at most."""
         first = self.stretch(rows, context, 1)
         steps = longest if longest * first <= seconds else int(seconds / first)
         while steps > 1 and self.stretch(rows, context, steps) > seconds:

@@ -1,4 +1,4 @@
-"""What became of the requests of a replay, and how busy the ranks were."""
+"""Results of a replay: times and counts of each request, and how busy the ranks were."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def completed(self) -> NDArray[np.bool_]:
-        """Which requests ran to their end."""
+        """Mask of the requests that ran to their end."""
         return ~np.isnan(self.finished)
 
     @property

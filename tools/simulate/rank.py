@@ -15,7 +15,7 @@ _LONGEST_STRETCH = 64
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank is made of; every rank of a replay is the same.
+    """Configuration of a rank; every rank of a replay is the same.
 
     host_blocks: blocks of the host tier; 0 for none.
     stretches: whether decoding steps between which nothing happens are run as one.
@@ -33,18 +33,18 @@ class Setup:
 
 
 class Rank:
-    """Decoding steps are run as one, a stretch, while nobody waits, nobody ends and nobody arrives.
+    """A scheduler and its memory on a device. It runs decoding steps as one, a stretch, where it can.
 
-    That is the same as running them singly: the scheduler takes the tokens of the later steps for drafts, all
-    of which are accepted, and the device takes as long as it would for the steps one after another. Only the
-    KV blocks for all of them are taken at once. With a host tier there are no stretches, since evictions in
-    their course would add copies.
+    A stretch lasts while no request waits, ends or arrives. It equals its steps run singly: the scheduler
+    takes the tokens of the later steps for drafts, all of which are accepted, and the device takes as long as
+    for the steps one after another. Only the KV blocks for all of them are allocated at once. With a host
+    tier there are no stretches, since evictions in their course would add copies.
     """
 
     def __init__(self, setup: Setup, outcome: Outcome, clock: Callable[[], float]) -> None:
         limits = setup.limits
         self.tokens = 0
-        """Tokens of the requests that wait or run: what a router calls the rank's load."""
+        """Tokens of the requests that wait or run, the rank's load to a router."""
         self.memory = PagedMemory(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
@@ -77,7 +77,7 @@ class Rank:
         self.tokens += tokens.size
 
     def cached_tokens(self, keys: Sequence[bytes]) -> int:
-        """How many leading tokens of a prompt whose blocks have these keys are cached on the device."""
+        """Return how many leading tokens of a prompt with these block keys are cached on the device."""
         return self.memory.pool.match(keys).size * self.memory.block_size
 
     def start(self, seconds_to_arrival: float) -> float | None:
@@ -99,7 +99,7 @@ class Rank:
         return seconds
 
     def finish(self, now: float) -> None:
-        """Take the step off the device and note what it emitted."""
+        """Take the step off the device, commit it and note its tokens."""
         size = np.count_nonzero(self._plan.samples)
         counts = None if self._steps == 1 else np.full(size, self._steps, np.int32)
         sampled = self._ids[:size, : self._steps].ravel()
@@ -117,7 +117,7 @@ class Rank:
         done = self._committed
         if self._longest == 1 or done is None:
             return
-        # A stretch emits one row's tokens after the other's, and the last of them tells how far the row is.
+        # A stretch has one row's tokens after the other's; the last of them has the row's length.
         last = slice(self._steps - 1, None, self._steps)
         goes_on = done.finished[last] == 0
         columns = done.rows, done.handles, done.num_generated

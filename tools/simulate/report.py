@@ -1,4 +1,4 @@
-"""What a replay comes to: numbers, a table, a picture."""
+"""Reports of a replay: summary figures, a table, a plot."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

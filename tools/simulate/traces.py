@@ -1,4 +1,4 @@
-"""Recorded traffic: when requests came, how long their prompts and outputs were, and what they shared."""
+"""Traces of recorded traffic: arrival times, prompt and output lengths, and shared prefixes."""
 
 import csv
 import json

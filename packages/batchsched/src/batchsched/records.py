@@ -1,4 +1,4 @@
-"""Records that cross the scheduler's border: limits, requests, step plans, results, load and errors."""
+"""Records exchanged with the scheduler: limits, requests, step plans, results, load and errors."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
