@@ -135,7 +135,7 @@ def test_an_address_where_nobody_answers(host):
 
 def test_a_socket_that_is_gone(tmp_path):
     address = f"ipc://{tmp_path}/down"
-    with pytest.raises(LinkError, match="cannot reach the core at ipc://.* the connection was refused"):
+    with pytest.raises(LinkError, match=r"cannot reach the core at ipc://.* the connection was refused"):
         WorkerEnd(LinkSettings(address, address, None, timeout=LIMIT_S))
 
 
