@@ -1,4 +1,7 @@
-"""A worker's end of a link, in a process of its own: sends each step back."""
+"""A worker's end of a link, in a process of its own, which sends back what it receives.
+
+The address of the link comes as a line of JSON on standard input.
+"""
 
 import sys
 
