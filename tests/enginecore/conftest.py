@@ -6,18 +6,22 @@ from typing import Any
 
 import pytest
 
+import vocabularies
 from byte_tokenizer import ROLES, backend
+from data_files import STORIES
 from enginecore.frontend.text.tokenizer import Tokenizer
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of real tokenizers and models that lies beside the repository."""
-    if not SHARED.is_dir():
-        pytest.skip("shared/data is not beside the repository")
-    return SHARED
+def tokenizer_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each kind of tokenizer: the story model's own, and those of `vocabularies`."""
+    folder = tmp_path_factory.mktemp
+    return {
+        "stories": STORIES,
+        "byte-level": vocabularies.write_byte_level(folder("byte-level")),
+        "byte-fallback": vocabularies.write_byte_fallback(folder("byte-fallback"), metaspace=False),
+        "metaspace": vocabularies.write_byte_fallback(folder("metaspace"), metaspace=True),
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,12 @@
-"""The built-in model, and the shared story model, say what transformers says."""
-
-import json
-from pathlib import Path
+"""The built-in model, and the story model of `tests/data`, say what transformers says."""
 
 import pytest
 
 from checkpoints import Oracle, same_tokens
 from cores import Ask, run, start_core
+from data_files import STORIES
 from enginecore import gguf
 from enginecore.model_files import locate
-
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -36,12 +32,14 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not beside this checkout")
-def test_the_story_model_tells_its_story():
-    folder = SHARED / "stories260k"
-    expected = json.loads((folder / "expected_greedy.json").read_text())
-    ask = Ask(expected["prompt_token_ids"], expected["max_new_tokens"])
-    assert run(start_core(folder), [ask])[0].tokens == expected["greedy_token_ids"]
+def test_the_story_model_tells_its_stories_as_transformers_does():
+    from transformers import AutoTokenizer
+
+    oracle, tokenizer = Oracle(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "The fox", "<|user|>Hi<|end|>")]
+    answers = run(start_core(STORIES), [Ask(prompt, 120) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert same_tokens(answer.tokens, *oracle.greedy(prompt, 120))
 
 
 @pytest.fixture(scope="module")

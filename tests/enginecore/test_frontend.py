@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from data_files import STORIES
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
 from enginecore.frontend.frontend import Frontend
@@ -227,11 +228,11 @@ def test_where_eos_ids_come_from(
     assert request.sampling.stop_ids == []
 
 
-def test_output_keeps_the_space_that_joins_it_to_its_prompt(shared_data: Path) -> None:
-    tokenizer = load_tokenizer(ModelFiles("", shared_data / "stories260k", {}))
+def test_output_keeps_the_space_that_joins_it_to_its_prompt(tokenizer_folders: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(ModelFiles("", tokenizer_folders["byte-fallback"], {}))
     assert tokenizer is not None
     frontend = front(tokenizer)
-    frontend.limits = EngineLimits(512, 512, 8, 16)
+    frontend.limits = EngineLimits(512, tokenizer.vocab_size, 8, 16)
     script = tokenizer.encode("time", add_special_tokens=False)
     for kind in KINDS:
         for prompt, text in (("Once upon a", " time"), ("", "time")):
@@ -404,15 +405,15 @@ def test_seeds(byte_tokenizer: Tokenizer) -> None:
     assert all(-(2**63) <= seed < 2**63 for seed in seeds(one, "e", seed=2**63 - 1, n=3))
 
 
-def test_bad_words_stand_alone_and_after_a_space(frontend: Frontend, shared_data: Path) -> None:
+def test_bad_words_stand_alone_and_after_a_space(frontend: Frontend) -> None:
     [request] = add(frontend, "r", Prompt(None, [1]), greedy(bad_words=["ab", " c"]))
     assert request.sampling.bad_words == [ids("ab"), ids("c")]
-    tokenizer = load_tokenizer(ModelFiles("", shared_data / "tokenizers/smollm2", {}))
+    tokenizer = load_tokenizer(ModelFiles("", STORIES, {}))
     assert tokenizer is not None
     words = front(tokenizer)
     words.limits = EngineLimits(64, tokenizer.vocab_size, 8, 16)
-    [request] = add(words, "r", Prompt(None, [1]), greedy(bad_words=["dog"]))
-    assert [tokenizer.decode(word) for word in request.sampling.bad_words] == ["dog", " dog"]
+    [request] = add(words, "r", Prompt(None, [1]), greedy(bad_words=["red"]))
+    assert [tokenizer.decode(word) for word in request.sampling.bad_words] == ["red", " red"]
 
 
 # Prompts
@@ -465,8 +466,8 @@ def test_prompts_without_a_token_are_refused(frontend: Frontend, prompt: Any) ->
     run(frontend, [EOS], greedy())
 
 
-def test_an_empty_text_is_a_prompt_where_bos_is_added(shared_data: Path) -> None:
-    tokenizer = load_tokenizer(ModelFiles("", shared_data / "stories260k", {}))
+def test_an_empty_text_is_a_prompt_where_bos_is_added(tokenizer_folders: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(ModelFiles("", tokenizer_folders["byte-fallback"], {}))
     frontend = front(tokenizer)
     assert frontend.prepare_prompt("").token_ids == [1]
     assert frontend.prepare_prompt("", add_special_tokens=False).token_ids == []

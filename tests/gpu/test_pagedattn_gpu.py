@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "pagedattn"))
 import triton
 import triton.language as tl
+from attention_cases import FEATURES, MIXED, make_features  # ty: ignore[import-not-found]
 from pagedattn_reference import make_case, reference  # ty: ignore[import-not-found]
 
 from pagedattn import attend, backend_name, rms_norm, rotary, write_kv
@@ -16,6 +17,7 @@ from pagedattn.backends import ScoreOptions
 from pagedattn.triton_backend.attention import attend_by_plan, describe_device
 from pagedattn.triton_backend.fp8 import round_to_fp8, widen_fp8
 from pagedattn.triton_backend.plan import make_plan, share_prefix
+from pairwise import parametrize_pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -23,22 +25,11 @@ DEVICE = "cuda"
 FP8 = torch.float8_e4m3fn
 # float32 runs as three TF32 products; the others round weights and results to their type.
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-MIXED = [(1, 1), (1, 700), (1, 16), (1, 17), (133, 133), (20, 361), (1, 1), (1, 50), (5, 5)]
-SLOPES, SINKS = torch.tensor([0.5, 0.25, 0.1, 0.02]), torch.tensor([0.5, -1.0, 3.0, 0.0])
-OPTIONS = {
-    "plain": {},
-    "window": {"window": 20},
-    "soft cap": {"soft_cap": 2.0},
-    "alibi": {"alibi_slopes": SLOPES},
-    "sinks": {"sinks": SINKS},
-    "all": {"window": 20, "soft_cap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS},
-}
 
 
-def on_device(options):
+def on_host(options):
     return {
-        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()
     }
 
 
@@ -48,21 +39,16 @@ def assert_close(result, expected):
     assert difference <= TOLERANCE[result.dtype]
 
 
-def check(case, backend="triton", **options):
-    scales = {"kv_scales": case.kv_scales}
-    result = attend(
-        case.query, case.cache, case.batch, scale=0.2, backend=backend, **scales, **on_device(options)
-    )
-    assert_close(result, reference(case, scale=0.2, **options))
+def check(case):
+    result = attend(case.query, case.cache, case.batch, scale=0.2)
+    assert_close(result, reference(case, scale=0.2))
 
 
 def check_plan(case, plan, options):
     arguments = dict.fromkeys(ScoreOptions._fields) | {"scale": 0.2, "kv_scales": case.kv_scales}
     result = torch.full_like(case.query, torch.nan)
-    attend_by_plan(
-        case.query, case.cache, case.batch, ScoreOptions(**arguments | on_device(options)), result, plan
-    )
-    assert_close(result, reference(case, scale=0.2, **options))
+    attend_by_plan(case.query, case.cache, case.batch, ScoreOptions(**arguments | options), result, plan)
+    assert_close(result, reference(case, scale=0.2, **on_host(options)))
 
 
 def plan_of(case, window=None):
@@ -79,64 +65,46 @@ def test_triton_is_the_default():
     assert backend_name(torch.device(DEVICE)) == "triton"
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_mixed_batch(backend, dtype, options):
-    window = options.get("window", 0)
-    check(make_case(MIXED, dtype=dtype, forget_before=window, device=DEVICE), backend, **options)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 80, 96, 112, 128, 256])
-def test_head_sizes(dtype, head_dim):
-    check(make_case([(1, 40), (90, 130)], head_dim=head_dim, dtype=dtype, device=DEVICE))
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 24, 256])
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (9, 3), (40, 1)])
-def test_block_sizes_and_groups(block_size, q_heads, kv_heads):
-    sequences = [(1, 40), (1, 300), (30, 70)]
-    check(make_case(sequences, block_size=block_size, q_heads=q_heads, kv_heads=kv_heads, device=DEVICE))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_float8_caches(dtype, options):
-    window = options.get("window", 0)
-    check(make_case(MIXED, dtype=dtype, fp8=True, forget_before=window, device=DEVICE), **options)
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
-def test_float8_head_sizes(head_dim):
-    case = make_case(
-        [(1, 40), (1, 300), (90, 130)], head_dim=head_dim, dtype=torch.bfloat16, fp8=True, device=DEVICE
+@parametrize_pairs(
+    **FEATURES,
+    head_dim=[32, 64, 80, 96, 112, 128, 256],
+    block_size=[8, 16, 24, 256],
+    heads=[(4, 2), (4, 4), (9, 3), (40, 1)],
+    backend=["triton", "torch"],
+)
+def test_every_two_features(
+    sequences, dtype, fp8, window, soft_cap, alibi, sinks, head_dim, block_size, heads, backend
+):
+    sizes = {"head_dim": head_dim, "block_size": block_size, "heads": heads, "device": DEVICE}
+    case, options = make_features(sequences, dtype, fp8, window, soft_cap, alibi, sinks, **sizes)
+    result = attend(
+        case.query,
+        case.cache,
+        case.batch,
+        scale=0.2,
+        kv_scales=case.kv_scales,
+        backend=backend,
+        **options,
     )
-    check(case)
+    assert_close(result, reference(case, scale=0.2, **on_host(options)))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_verification_of_drafts(options):
-    window = options.get("window", 0)
-    sequences = [(5, 900), (1, 64), (8, 8), (2, 70)]
-    check(make_case(sequences, forget_before=window, dtype=torch.float16, device=DEVICE), **options)
+@parametrize_pairs(
+    **FEATURES | {"sequences": [[(1, 1), (1, 900), (1, 64)], [(1, 900), (1, 64), (30, 70)]]},
+    splits=[2, 7, 64],
+)
+def test_split_contexts(sequences, dtype, fp8, window, soft_cap, alibi, sinks, splits):
+    sizes = {"head_dim": 64, "block_size": 16, "heads": (4, 2), "device": DEVICE}
+    case, options = make_features(sequences, dtype, fp8, window, soft_cap, alibi, sinks, **sizes)
+    check_plan(case, plan_of(case, window)._replace(splits=splits, min_piece=16), options)
 
 
-@pytest.mark.parametrize("splits", [2, 7, 64])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("sequences", [[(1, 1), (1, 900), (1, 64)], [(1, 900), (1, 64), (30, 70)]], ids=str)
-def test_split_contexts(splits, options, sequences):
-    window = options.get("window", 0)
-    case = make_case(sequences, forget_before=window, dtype=torch.float16, device=DEVICE)
-    check_plan(case, plan_of(case, options.get("window"))._replace(splits=splits, min_piece=16), options)
-
-
-@pytest.mark.parametrize("pieces", [(1, 1), (5, 1), (3, 4)])
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "soft cap", "alibi", "sinks")])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_cascade(pieces, options, fp8):
-    sequences = [(1, 513 + 37 * n) for n in range(9)] + [(30, 600)]
-    case = make_case(sequences, shared_prefix=512, dtype=torch.float16, fp8=fp8, device=DEVICE)
+@parametrize_pairs(
+    **FEATURES | {"sequences": ["one prefix"], "window": [None]}, pieces=[(1, 1), (5, 1), (3, 4)]
+)
+def test_cascade(sequences, dtype, fp8, window, soft_cap, alibi, sinks, pieces):
+    sizes = {"head_dim": 64, "block_size": 16, "heads": (4, 2), "device": DEVICE}
+    case, options = make_features(sequences, dtype, fp8, window, soft_cap, alibi, sinks, **sizes)
     plan = prefix_plan_of(case)._replace(prefix_splits=pieces[0], splits=pieces[1], min_piece=16)
     check_plan(case, plan, options)
 

@@ -2,70 +2,45 @@
 
 import pytest
 import torch
+from attention_cases import FEATURES, MIXED, make_features
 from pagedattn_reference import assert_close, make_case, reference
 
 from pagedattn import AttentionBatch, attend, build_batch, write_kv
+from pairwise import parametrize_pairs
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
-SLOPES = [0.5, 0.25, 0.1, 0.02]
-SINKS = [0.5, -1.0, 3.0, 0.0]
-OPTIONS = {
-    "plain": {},
-    "window": {"window": 20},
-    "window of one": {"window": 1},
-    "soft cap": {"soft_cap": 2.0},
-    "alibi": {"alibi_slopes": torch.tensor(SLOPES)},
-    "sinks": {"sinks": torch.tensor(SINKS)},
-    "all": {
-        "window": 20,
-        "soft_cap": 3.0,
-        "alibi_slopes": torch.tensor(SLOPES),
-        "sinks": torch.tensor(SINKS, dtype=HALF),
-    },
-}
-# Decodes first; then whole prompts, chunks that start mid-context and mid-block, a single late query.
-MIXED = [(1, 1), (1, 70), (1, 16), (1, 17), (33, 33), (20, 61), (1, 1), (1, 50), (5, 5)]
 
 
 def check(case, **options):
-    result = attend(case.query, case.cache, case.batch, scale=0.2, backend="torch", **options)
+    result = attend(
+        case.query,
+        case.cache,
+        case.batch,
+        scale=0.2,
+        kv_scales=case.kv_scales,
+        backend="torch",
+        **options,
+    )
     assert_close(result, reference(case, scale=0.2, **options))
 
 
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_mixed_batch(dtype, options):
-    check(make_case(MIXED, dtype=dtype, forget_before=options.get("window", 0)), **options)
+@parametrize_pairs(
+    **FEATURES,
+    head_dim=[32, 80, 96, 128, 256],
+    block_size=[1, 8, 24, 64, 256],
+    heads=[(4, 2), (4, 4), (4, 1), (9, 3), (1, 1)],
+)
+def test_every_two_features(
+    sequences, dtype, fp8, window, soft_cap, alibi, sinks, head_dim, block_size, heads
+):
+    sizes = {"head_dim": head_dim, "block_size": block_size, "heads": heads}
+    case, options = make_features(sequences, dtype, fp8, window, soft_cap, alibi, sinks, **sizes)
+    check(case, **options)
 
 
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_float8_caches(dtype, options):
-    case = make_case(MIXED, dtype=dtype, fp8=True, forget_before=options.get("window", 0))
-    check(case, kv_scales=case.kv_scales, **options)
-
-
-def test_sequences_over_one_prefix():
+def test_a_prefix_is_found_by_the_cases_of_one_prefix():
     case = make_case([(1, 41), (1, 90), (33, 73), (20, 61), (5, 37)], shared_prefix=32)
     assert case.batch.shared_prefix == 32
-    check(case)
-
-
-@pytest.mark.parametrize("head_dim", [32, 80, 96, 112, 128, 256])
-def test_head_sizes(head_dim):
-    check(make_case([(1, 40), (9, 30)], head_dim=head_dim))
-
-
-@pytest.mark.parametrize("block_size", [1, 8, 24, 64, 256])
-@pytest.mark.parametrize("window", [None, 9])
-def test_block_sizes(block_size, window):
-    case = make_case([(1, 40), (1, 300), (9, 30)], block_size=block_size, forget_before=window or 0)
-    check(case, window=window)
-
-
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (4, 1), (9, 3), (8, 2), (1, 1)])
-def test_query_heads_share_kv_heads(q_heads, kv_heads):
-    check(make_case([(1, 20), (7, 7), (7, 12)], q_heads=q_heads, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("window", [None, 100])

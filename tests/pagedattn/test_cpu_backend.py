@@ -1,34 +1,27 @@
 """The C kernels against the float64 reference, on one thread and on several."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
+from attention_cases import FEATURES, make_features
 from pagedattn_reference import assert_close, make_case, reference
 
 from pagedattn import AttentionBatch, attend, write_kv
+from pairwise import parametrize_pairs
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
-SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
-SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
-OPTIONS = {
-    "plain": {},
-    "window": {"window": 20},
-    "window of one": {"window": 1},
-    "soft cap": {"soft_cap": 2.0},
-    "alibi": {"alibi_slopes": SLOPES},
-    "sinks": {"sinks": SINKS},
-    "all": {"window": 20, "soft_cap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS.half()},
-}
-# Decodes first; then prompts, chunks that start mid-context and mid-block, an idle sequence, a late query.
-MIXED = [(1, 1), (1, 70), (1, 16), (1, 17), (33, 33), (20, 61), (1, 1), (1, 50), (0, 7), (5, 5), (90, 700)]
 
 
-@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"], autouse=True)
-def threads(request):
+@contextmanager
+def compute_threads(number):
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check(case, **options):
@@ -46,72 +39,59 @@ def check(case, **options):
     assert_close(out, reference(case, scale=0.2, **options))
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_mixed_batch(dtype, fp8, options):
-    check(make_case(MIXED, dtype=dtype, fp8=fp8, forget_before=options.get("window", 0)), **options)
-
-
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT], ids=str)
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
-@pytest.mark.parametrize("name", ["plain", "soft cap", "alibi", "sinks"])
-def test_decodes_over_one_prefix(dtype, fp8, name):
-    sequences = [(1, 161 + length) for length in range(14)] + [(33, 200), (9, 170)]
-    case = make_case(sequences, dtype=dtype, fp8=fp8, shared_prefix=160)
-    assert case.batch.shared_prefix == 160
-    check(case, **OPTIONS[name])
-
-
-@pytest.mark.parametrize("head_dim", [8, 20, 32, 64, 80, 96, 112, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT], ids=str)
-def test_head_sizes(head_dim, dtype):
-    check(make_case([(1, 40), (9, 30)], head_dim=head_dim, dtype=dtype))
-
-
-@pytest.mark.parametrize("block_size", [1, 8, 24, 64, 256])
-@pytest.mark.parametrize("window", [None, 9])
-def test_block_sizes(block_size, window):
-    sequences = [(1, 40), (1, 300), (9, 30)]
-    check(make_case(sequences, block_size=block_size, forget_before=window or 0), window=window)
-
-
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads"), [(4, 4), (4, 1), (9, 3), (8, 1), (1, 1), (16, 1), (17, 1), (71, 1), (130, 1)]
+@parametrize_pairs(
+    **FEATURES,
+    head_dim=[8, 20, 80, 112, 128, 192, 256],
+    block_size=[1, 8, 24, 64, 256],
+    heads=[(4, 2), (9, 3), (16, 1), (17, 1), (71, 1)],
+    num_threads=[1, 3],
 )
-def test_query_heads_share_kv_heads(q_heads, kv_heads):
-    case = make_case([(1, 20), (1, 900), (7, 7), (7, 12)], q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
-    check(case)
+def test_every_two_features(
+    sequences, dtype, fp8, window, soft_cap, alibi, sinks, head_dim, block_size, heads, num_threads
+):
+    sizes = {"head_dim": head_dim, "block_size": block_size, "heads": heads}
+    case, options = make_features(sequences, dtype, fp8, window, soft_cap, alibi, sinks, **sizes)
+    with compute_threads(num_threads):
+        check(case, **options)
 
 
-@pytest.mark.parametrize("group", [17, 71, 80])
-def test_long_contexts_of_groups_wider_than_a_tile(group):
-    check(make_case([(1, 1500), (3, 3000), (40, 1200)], q_heads=group, kv_heads=1, head_dim=16))
+def test_heads_that_fill_more_than_one_tile():
+    check(make_case([(1, 20), (1, 900), (7, 7), (7, 12)], q_heads=130, kv_heads=1, head_dim=16))
 
 
-def test_long_contexts_are_cut_for_several_threads():
-    check(make_case([(1, 9000)], q_heads=3, kv_heads=1, head_dim=32))
-    check(make_case([(1, 5000), (300, 2900)], q_heads=3, kv_heads=1, head_dim=32), sinks=torch.ones(3))
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_long_contexts_of_groups_wider_than_a_tile(num_threads):
+    with compute_threads(num_threads):
+        check(make_case([(1, 1500), (3, 3000), (40, 1200)], q_heads=71, kv_heads=1, head_dim=16))
+        check(make_case([(1, 1500), (3, 900)], q_heads=80, kv_heads=1, head_dim=16))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_batches(seed):
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_long_contexts_are_cut_for_several_threads(num_threads):
+    with compute_threads(num_threads):
+        check(make_case([(1, 9000)], q_heads=3, kv_heads=1, head_dim=32))
+        case = make_case([(1, 5000), (300, 2900)], q_heads=3, kv_heads=1, head_dim=32)
+        check(case, sinks=torch.ones(3))
+
+
+@pytest.mark.parametrize(("seed", "num_threads"), [(0, 1), (1, 3), (4, 3)])
+def test_random_batches(seed, num_threads):
     generator = np.random.default_rng(seed)
     decodes = [(1, int(length)) for length in generator.integers(1, 1500, generator.integers(0, 20))]
     others = [
         (int(generator.integers(0, length + 1)), int(length)) for length in generator.integers(1, 400, 4)
     ]
     kv_heads = int(generator.integers(1, 4))
-    check(
-        make_case(
-            decodes + others,
-            q_heads=kv_heads * int(generator.integers(1, 6)),
-            kv_heads=kv_heads,
-            head_dim=32,
-            block_size=int(generator.integers(1, 40)),
-            seed=seed,
-        )
+    case = make_case(
+        decodes + others,
+        q_heads=kv_heads * int(generator.integers(1, 6)),
+        kv_heads=kv_heads,
+        head_dim=32,
+        block_size=int(generator.integers(1, 40)),
+        seed=seed,
     )
+    with compute_threads(num_threads):
+        check(case)
 
 
 @pytest.mark.parametrize("shared", [0, 64])
@@ -131,7 +111,8 @@ def test_rows_that_fill_up_a_batch_give_zero(shared, sinks):
     )
     query = torch.cat((case.query, case.query[:1]))
     out = torch.full_like(query, torch.nan)
-    attend(query, case.cache, padded, scale=0.2, sinks=sinks, out=out, backend="cpu")
+    with compute_threads(3):
+        attend(query, case.cache, padded, scale=0.2, sinks=sinks, out=out, backend="cpu")
     assert_close(out[:7], reference(case, scale=0.2, sinks=sinks))
     assert torch.equal(out[7], torch.zeros(2, 64))
 
@@ -258,8 +239,9 @@ def test_writes_go_to_their_slots_as_they_are(dtype):
     assert torch.equal(cache, expected)
 
 
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT, HALF], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 20])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(SINGLE, 16), (SINGLE, 20), (BFLOAT, 16), (HALF, 20)], ids=str
+)
 def test_float8_writes_are_those_of_torch(dtype, head_dim):
     # Every magnitude that matters: subnormals, ties, what is cut, zeros of both signs.
     steps = torch.arange(-6, 40 * head_dim - 6) * 2.0**-11

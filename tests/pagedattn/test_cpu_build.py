@@ -9,6 +9,8 @@ import torch
 
 from pagedattn import BackendUnavailable, backend_name
 
+pytestmark = pytest.mark.slow
+
 ATTEND = """
 import torch
 from pagedattn import attend, backend_name, build_batch

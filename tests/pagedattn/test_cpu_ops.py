@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedattn import gelu_and_mul, rms_norm, rotary, silu_and_mul, top_k_top_p_sample
+from pairwise import parametrize_pairs
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 LARGEST = torch.finfo(torch.float32).max
@@ -20,9 +21,7 @@ def assert_rounded(result, exact, units=1.0):
     assert ((result.double() - exact).abs() <= units * unit).all()
 
 
-@pytest.mark.parametrize("hidden", [1, 5, 16, 67, 576])
-@pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@parametrize_pairs(dtype=FLOATS, weight_dtype=[*FLOATS, torch.float64], hidden=[1, 16, 67, 576])
 def test_norms_are_rounded_once(dtype, weight_dtype, hidden):
     torch.manual_seed(hidden)
     x, weight = torch.randn(5, hidden).to(dtype), torch.randn(hidden).to(weight_dtype)
@@ -32,10 +31,10 @@ def test_norms_are_rounded_once(dtype, weight_dtype, hidden):
     assert_rounded(rms_norm(x, weight, 1e-5, backend="cpu"), exact, 4 if dtype == torch.float32 else 0.51)
 
 
-@pytest.mark.parametrize("hidden", [64, 100])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_residual_is_rounded_before_it_is_normalised(dtype, hidden):
+def test_a_residual_is_rounded_before_it_is_normalised(dtype):
     torch.manual_seed(0)
+    hidden = 100  # no multiple of a vector register
     x, residual, weight = (
         torch.randn(7, hidden).to(dtype),
         torch.randn(7, hidden).to(dtype),
@@ -60,9 +59,7 @@ def test_norms_of_views(dtype):
         assert torch.equal(result, rms_norm(view.contiguous(), part, 1e-6, backend="cpu"))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [2, 10, 64, 70, 128])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@parametrize_pairs(dtype=FLOATS, rotary_dim=[2, 10, 70, 128], interleaved=[False, True])
 def test_rotary(dtype, rotary_dim, interleaved):
     torch.manual_seed(0)
     fused = torch.randn(6, 9, 128).to(dtype)
@@ -117,14 +114,13 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_activations_are_exact_to_rounding(dtype, name):
-    activate, exactly = ACTIVATIONS[name]
+def test_activations_are_exact_to_rounding(dtype):
     gate = torch.linspace(-4.5, 6, 4001).to(dtype)
-    result = activate(torch.cat((gate, torch.ones_like(gate))), backend="cpu")
-    # In float32 e^x passes on what its argument was rounded by: a few units, more far below 0.
-    assert_rounded(result, [exactly(x) for x in gate.tolist()], 32 if dtype == torch.float32 else 0.52)
+    for activate, exactly in ACTIVATIONS.values():
+        result = activate(torch.cat((gate, torch.ones_like(gate))), backend="cpu")
+        # In float32 e^x passes on what its argument was rounded by: a few units, more far below 0.
+        assert_rounded(result, [exactly(x) for x in gate.tolist()], 32 if dtype == torch.float32 else 0.52)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -137,14 +133,14 @@ def test_activations_far_from_zero(name):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (1, 2), (3, 5, 70), (40,)])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_of_any_shape(name, shape):
+def test_activations_of_any_shape(shape):
     torch.manual_seed(0)
-    activate, x = ACTIVATIONS[name][0], torch.randn(shape)
-    result = activate(x, backend="cpu")
-    assert torch.allclose(result, activate(x, backend="torch"), atol=1e-6)
+    x = torch.randn(shape)
     wide = torch.randn(*shape[:-1], shape[-1] + 6)[..., : shape[-1]].copy_(x)
-    assert torch.equal(activate(wide, backend="cpu"), result)
+    for activate, _ in ACTIVATIONS.values():
+        result = activate(x, backend="cpu")
+        assert torch.allclose(result, activate(x, backend="torch"), atol=1e-6)
+        assert torch.equal(activate(wide, backend="cpu"), result)
 
 
 def test_float64_is_computed_in_float64():
@@ -172,9 +168,19 @@ def random_columns(generator, rows):
     }
 
 
-@pytest.mark.parametrize(("vocab", "rows"), [(1, 20), (90, 2000), (1000, 3000), (5003, 1500), (50_257, 100)])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_same_tokens_as_torch(dtype, vocab, rows):
+@pytest.mark.parametrize(
+    ("vocab", "rows", "dtype"),
+    [
+        (1, 20, torch.float16),
+        (90, 2000, torch.bfloat16),
+        (1000, 2000, torch.float32),
+        (5003, 1000, torch.float16),
+        (5003, 1000, torch.bfloat16),
+        (50_257, 100, torch.float32),
+    ],
+    ids=str,
+)
+def test_the_same_tokens_as_torch(vocab, rows, dtype):
     generator = np.random.default_rng(vocab)
     deviation = generator.choice([0.01, 0.5, 2, 6, 30], (rows, 1))
     logits = torch.from_numpy(generator.normal(size=(rows, vocab + 3)) * deviation).to(dtype)[:, 1:-2]
@@ -195,7 +201,7 @@ def least_kept(logits, draws=3000, **settings):
     return logits[top_k_top_p_sample(logits.expand(draws, -1), **columns, backend="cpu")].min().item()
 
 
-@pytest.mark.parametrize("top_k", [1, 7, 40, 41, 200, 3000, 4999])
+@pytest.mark.parametrize("top_k", [1, 40, 41, 200, 4999])
 def test_top_k_of_logits_in_every_order(top_k):
     ladder = torch.arange(5000, 0, -1) / 500
     for order in (ladder, ladder.flip(0), ladder[torch.randperm(5000)], ladder.view(50, 100).T.flatten()):

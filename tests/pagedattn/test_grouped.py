@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from pagedattn import grouped_matmul
+from pairwise import parametrize_pairs
 
 BACKENDS = ["torch", None]
 
@@ -16,22 +17,19 @@ def expected(x, weight, starts):
     return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
-)
-@pytest.mark.parametrize(
-    "starts", [[0, 3, 3, 4, 11], [0, 0, 0, 0, 11], [0, 11, 11, 11, 11], [0, 1, 2, 3, 11]], ids=str
-)
-def test_each_expert_multiplies_its_rows(starts, dtype, tolerance, backend):
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@parametrize_pairs(starts_dtype=[torch.int32, torch.int64], dtype=list(TOLERANCE), backend=BACKENDS)
+def test_each_expert_multiplies_its_rows(starts_dtype, dtype, backend):
     torch.manual_seed(0)
     x, weight = torch.randn(11, 48).to(dtype), (torch.randn(4, 33, 48) / 48**0.5).to(dtype)
-    for starts_dtype in (torch.int32, torch.int64):
-        bounds = torch.tensor(starts, dtype=starts_dtype)
-        result = grouped_matmul(x, weight, bounds, backend=backend)
+    for starts in ([0, 3, 3, 4, 11], [0, 0, 0, 0, 11], [0, 11, 11, 11, 11], [0, 1, 2, 3, 11]):
+        result = grouped_matmul(x, weight, torch.tensor(starts, dtype=starts_dtype), backend=backend)
         assert (result.dtype, result.shape) == (dtype, (11, 33))
         wanted = expected(x, weight, starts)
-        assert np.abs(result.double().numpy() - wanted).max() < tolerance * max(1, np.abs(wanted).max())
+        difference = np.abs(result.double().numpy() - wanted).max()
+        assert difference < TOLERANCE[dtype] * max(1, np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,13 +13,13 @@ def expected_norm(x, weight, eps):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str
 )
-@pytest.mark.parametrize("shape", [(7, 96), (3, 5, 64), (0, 32)])
-def test_rms_norm(dtype, tolerance, shape):
+def test_rms_norm(dtype, tolerance):
     torch.manual_seed(0)
-    x, weight = torch.randn(shape).to(dtype), (1 + torch.randn(shape[-1]) / 4).to(dtype)
-    result = rms_norm(x, weight, 1e-5)
-    assert result.dtype == dtype
-    assert np.abs(result.double().numpy() - expected_norm(x, weight, 1e-5)).max(initial=0) < tolerance
+    for shape in ((7, 96), (3, 5, 64), (0, 32)):
+        x, weight = torch.randn(shape).to(dtype), (1 + torch.randn(shape[-1]) / 4).to(dtype)
+        result = rms_norm(x, weight, 1e-5)
+        assert result.dtype == dtype
+        assert np.abs(result.double().numpy() - expected_norm(x, weight, 1e-5)).max(initial=0) < tolerance
 
 
 def test_residual_is_added_first_and_returned():

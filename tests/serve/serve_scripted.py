@@ -1,9 +1,11 @@
 """A server process over the scripted engine, which is told what to do on standard input.
 
-Each line is `load` (the model is loaded), `fail` (it cannot be), `allow N` (let N outputs pass) or `die`.
+Each line is `load` (the model is loaded), `fail` (it cannot be), `allow N` (let N outputs pass), `die`, or
+`modules` (print the names of all that is imported).
 """
 
 import asyncio
+import json
 import sys
 import threading
 from typing import Any, cast
@@ -43,6 +45,8 @@ class ToldEngine(ScriptedEngine):
                 self.loading.set()
             case ["allow", count]:
                 self.allow(int(count))
+            case ["modules"]:
+                print("modules", json.dumps(sorted(sys.modules)), file=sys.stderr)
             case ["die"]:
                 self.die("killed by signal 9")
 

@@ -13,10 +13,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 HERE = Path(__file__).parent
+HEAVY = ("torch", "triton", "transformers", "fastapi", "uvicorn", "tokenizers", "zmq")
+"""Modules that are slow to import."""
 
 
 class Server:
@@ -99,12 +100,14 @@ class Stream:
         return [json.loads(event[6:])["choices"][0]["finish_reason"] for event in events[:-1]]
 
 
-def test_the_server_answers_within_a_second():
-    with server() as served:
+def test_the_server_answers_while_the_model_loads_and_has_imported_little():
+    with server() as served:  # whose engine is held back until it is told to load
         assert served.client.get("/health").status_code == 503
-        spent = psutil.Process(served.process.pid).cpu_times()
-    # Of processor time, as the tests share the machine with others.
-    assert spent.user + spent.system < 1.0
+        served.tell("modules")
+        imported = json.loads(served.wait_for(r"modules (\[.*\])")[1])
+    assert {"torch", "triton", "transformers", "tokenizers"}.isdisjoint(imported)
+    # The time to the first answer grows with them; there were 649 when this was written.
+    assert len(imported) < 800
 
 
 def test_life_from_start_to_sigterm():
@@ -233,12 +236,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        start = time.monotonic()
-        done = command("--port", str(port))
-        elapsed = time.monotonic() - start
+        code = (
+            "import sys; from octavo_serve.cli import main\n"
+            "try: sys.exit(main())\n"
+            f"finally: print([m for m in {HEAVY} if m in sys.modules])"
+        )
+        done = python(code, "--port", str(port))
     assert done.returncode == 2
+    assert done.stdout == "[]\n"
     assert done.stderr == f"octavo-serve: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
-    assert elapsed < 2
 
 
 @pytest.mark.parametrize(
@@ -279,8 +285,7 @@ def test_help_and_version_load_nothing_heavy():
         "import sys; from octavo_serve.cli import main\n"
         "try: main()\n"
         "except SystemExit as exit: assert exit.code == 0\n"
-        "heavy = ('torch', 'triton', 'transformers', 'fastapi', 'uvicorn', 'tokenizers', 'zmq')\n"
-        "print('heavy:', [m for m in heavy if m in sys.modules])"
+        f"print('heavy:', [m for m in {HEAVY} if m in sys.modules])"
     )
     for flag, shown in (("--help", "--max-num-seqs N"), ("--version", "octavo-serve 0.1.0")):
         done = python(code, flag)

@@ -3,15 +3,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from data_files import AZURE_CONVERSATION
 
 ROOT = Path(__file__).parents[2]
-TRACE = ROOT.parent / "shared/data/traces/AzureLLMInferenceTrace_conv.csv"
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="the Azure conversation trace is not here")
 def test_blocks_waste_little_on_the_lengths_of_real_conversations(tmp_path):
-    tool = [sys.executable, ROOT / "tools/bench/kv_waste.py", "--trace", TRACE, "--steps", "500"]
+    tool = [sys.executable, ROOT / "tools/bench/kv_waste.py", "--trace", AZURE_CONVERSATION, "--steps", "500"]
     subprocess.run([*tool, "--json", tmp_path / "waste.json"], check=True)
     waste = json.loads((tmp_path / "waste.json").read_text())
     assert 0 < waste["blocks_waste"] < 0.04

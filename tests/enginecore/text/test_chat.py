@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from data_files import STORIES
 from enginecore.errors import ConfigError, RequestError
 from enginecore.frontend.text.chat import ChatTemplate, read_template
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.model_files import ModelFiles
+from enginecore.model_files import ModelFiles, locate
 
 CONVERSATION = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
@@ -45,13 +46,13 @@ PARTS_READER = """{% for message in messages %}{{ message.role }}:
 
 
 @pytest.fixture(scope="session")
-def oracle(shared_data: Path, transformers_tokenizer: Callable[[Path], Any]) -> Any:
-    return transformers_tokenizer(shared_data / "demo-stories")
+def oracle(transformers_tokenizer: Callable[[Path], Any]) -> Any:
+    return transformers_tokenizer(STORIES)
 
 
 @pytest.fixture(scope="session")
-def stories(shared_data: Path) -> Tokenizer:
-    tokenizer = load_tokenizer(ModelFiles("", shared_data / "demo-stories", {}))
+def stories() -> Tokenizer:
+    tokenizer = load_tokenizer(ModelFiles("", STORIES, {}))
     assert tokenizer is not None
     return tokenizer
 
@@ -80,15 +81,19 @@ def test_renders_as_transformers_does(
     assert ChatTemplate(template, stories).render(CONVERSATION, **options) == expected
 
 
-@pytest.mark.parametrize("model", ["demo-stories", "tokenizers/smollm2"])
+@pytest.mark.parametrize("model", [str(STORIES), "demo"])
 def test_real_templates_render_as_transformers_does(
-    shared_data: Path, transformers_tokenizer: Callable[[Path], Any], model: str
+    transformers_tokenizer: Callable[..., Any], model: str
 ) -> None:
-    tokenizer = load_tokenizer(ModelFiles("", shared_data / model, {}))
+    files = locate(model)
+    tokenizer = load_tokenizer(files)
     assert tokenizer is not None
     assert tokenizer.chat_template is not None
     text = ChatTemplate(tokenizer.chat_template, tokenizer).render(CONVERSATION)
-    theirs = transformers_tokenizer(shared_data / model)
+    if files.path.is_dir():
+        theirs = transformers_tokenizer(files.path)
+    else:
+        theirs = transformers_tokenizer(files.path.parent, gguf_file=files.path.name)
     ids = theirs.apply_chat_template(CONVERSATION, add_generation_prompt=True)["input_ids"]
     assert tokenizer.encode(text, add_special_tokens=False) == ids
 

@@ -1,14 +1,15 @@
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 
 from enginecore.errors import ModelError
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles, locate
+from vocabularies import BYTES_START, END_OF_TEXT, STORY, byte_fallback, byte_level, encode_sentencepiece
 
 PROSE = [
     "Once upon a time, there was a girl.",
@@ -17,6 +18,7 @@ PROSE = [
     "<|im_start|>user\nHi<|im_end|>",
     "",
 ]
+SPACE = byte_fallback().index("▁")
 DIGITS = ["in 2024 we had 1234567 of ²3½", "a1b22c333", " 42"]
 
 
@@ -53,27 +55,23 @@ def demo() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def gpt2(shared_data: Path) -> dict[str, Any]:
-    """GPT-2's vocabulary as a GGUF file would hold it."""
-    vocabulary = json.loads((shared_data / "tokenizers/gpt2/vocab.json").read_text())
-    merges = (shared_data / "tokenizers/gpt2/merges.txt").read_text().splitlines()[1:]
+def gpt2() -> dict[str, Any]:
+    """A byte-level vocabulary as a GGUF file would hold it."""
+    tokens, merges = byte_level()
     return {
         "ggml__model": "gpt2",
-        "ggml__tokens": sorted(vocabulary, key=vocabulary.__getitem__),
-        "ggml__token_type": [1] * 50256 + [3],
-        "ggml__merges": merges,
-        "ggml__bos_token_id": 50256,
-        "ggml__eos_token_id": 50256,
+        "ggml__tokens": [*tokens, "<|endoftext|>"],
+        "ggml__token_type": [1] * END_OF_TEXT + [3],
+        "ggml__merges": [" ".join(merge) for merge in merges],
+        "ggml__bos_token_id": END_OF_TEXT,
+        "ggml__eos_token_id": END_OF_TEXT,
     }
 
 
 @pytest.fixture(scope="session")
-def mistral(shared_data: Path) -> dict[str, Any]:
-    """Mistral's SentencePiece vocabulary as a GGUF file would hold it."""
-    vocabulary = json.loads((shared_data / "tokenizers/mistral-v1/tokenizer.json").read_text())["model"][
-        "vocab"
-    ]
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+def llama() -> dict[str, Any]:
+    """A SentencePiece vocabulary as a GGUF file would hold it."""
+    tokens = byte_fallback()
     return {
         "ggml__model": "llama",
         "ggml__tokens": tokens,
@@ -85,14 +83,20 @@ def mistral(shared_data: Path) -> dict[str, Any]:
     }
 
 
-def test_the_demo_model_encodes_as_its_own_tokenizer(demo: Tokenizer, shared_data: Path) -> None:
-    extracted = load(shared_data / "tokenizers/smollm2")
+def test_the_demo_model_encodes_as_transformers_does(
+    demo: Tokenizer, transformers_tokenizer: Callable[..., Any]
+) -> None:
+    path = locate("demo").path
+    theirs = transformers_tokenizer(path.parent, gguf_file=path.name)
     for text in PROSE:
-        assert demo.encode(text) == extracted.encode(text)
-        assert demo.decode(demo.encode(text)) == extracted.decode(extracted.encode(text))
-    assert demo.special_tokens == extracted.special_tokens
-    assert demo.special_ids == extracted.special_ids
-    assert demo.chat_template == (shared_data / "tokenizers/smollm2/chat_template.jinja").read_text()
+        ids = theirs.encode(text)
+        assert demo.encode(text) == ids
+        assert demo.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert demo.special_tokens == theirs.special_tokens_map
+    metadata = GGUFReader(path).fields
+    kinds = metadata["tokenizer.ggml.token_type"].contents()
+    assert demo.special_ids == {token for token, kind in enumerate(kinds) if kind == 3}
+    assert demo.chat_template == metadata["tokenizer.chat_template"].contents()
 
 
 def test_the_demo_model_splits_every_digit(demo: Tokenizer) -> None:
@@ -158,21 +162,20 @@ def test_a_file_may_hold_no_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(ModelFiles("", write_gguf(tmp_path / "x.gguf"), {})) is None
 
 
-def test_sentencepiece_encodes_as_its_own_tokenizer(
-    mistral: dict[str, Any], shared_data: Path, tmp_path: Path
-) -> None:
-    ours = load(write_gguf(tmp_path / "x.gguf", **mistral))
-    theirs = load(shared_data / "tokenizers/mistral-v1")
-    story = (shared_data / "corpus/tinyshakespeare.txt").read_text()[:20000]
-    for text in [*PROSE[2:], *DIGITS[:2], story, "plain</s>", "<0x0A> is text", "a\nb"]:
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-    assert ours.token_bytes(3 + 0xF0) == b"\xf0"
+def test_sentencepiece_encodes_by_its_definition(llama: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = load(write_gguf(tmp_path / "x.gguf", **llama))
+    for text in [*PROSE[:4], *DIGITS, STORY, "the theatre of shells", "<0x0A> is text", "a\nb"]:
+        ids = encode_sentencepiece(text)
+        assert tokenizer.encode(text) == [1, *ids]
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("") == [1]
+    assert tokenizer.encode("dog</s>") == [1, *encode_sentencepiece("dog"), 2]
+    assert tokenizer.token_bytes(BYTES_START + 0xF0) == b"\xf0"
 
 
-def test_sentencepiece_puts_a_space_first_even_before_spaces(mistral: dict[str, Any], tmp_path: Path) -> None:
-    with_prefix = load(write_gguf(tmp_path / "x.gguf", **mistral))
-    without = load(write_gguf(tmp_path / "y.gguf", **mistral, ggml__add_space_prefix=False))
+def test_sentencepiece_puts_a_space_first_even_before_spaces(llama: dict[str, Any], tmp_path: Path) -> None:
+    with_prefix = load(write_gguf(tmp_path / "x.gguf", **llama))
+    without = load(write_gguf(tmp_path / "y.gguf", **llama, ggml__add_space_prefix=False))
     text = " a"
     assert [with_prefix.token_text(token) for token in with_prefix.encode(text)][1:] == ["  ", "a"]
     assert [without.token_text(token) for token in without.encode(text)][1:] == [" a"]
@@ -183,16 +186,16 @@ def test_sentencepiece_puts_a_space_first_even_before_spaces(mistral: dict[str, 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, [1, 28705]),
-        ({"ggml__add_bos_token": False}, [28705]),
-        ({"ggml__add_eos_token": True}, [1, 28705, 2]),
-        ({"ggml__add_bos_token": False, "ggml__add_eos_token": True}, [28705, 2]),
+        ({}, [1, SPACE]),
+        ({"ggml__add_bos_token": False}, [SPACE]),
+        ({"ggml__add_eos_token": True}, [1, SPACE, 2]),
+        ({"ggml__add_bos_token": False, "ggml__add_eos_token": True}, [SPACE, 2]),
     ],
 )
 def test_bos_and_eos_as_the_file_says(
-    mistral: dict[str, Any], tmp_path: Path, settings: dict[str, Any], expected: list[int]
+    llama: dict[str, Any], tmp_path: Path, settings: dict[str, Any], expected: list[int]
 ) -> None:
-    tokenizer = load(write_gguf(tmp_path / "x.gguf", **mistral, **settings, ggml__add_space_prefix=False))
+    tokenizer = load(write_gguf(tmp_path / "x.gguf", **llama, **settings, ggml__add_space_prefix=False))
     assert tokenizer.encode(" ") == expected
 
 
@@ -203,9 +206,9 @@ def test_users_own_tokens_stand_whole_and_are_shown(gpt2: dict[str, Any], tmp_pa
         write_gguf(tmp_path / "x.gguf", **{**gpt2, "ggml__tokens": tokens, "ggml__token_type": types})
     )
     ids = tokenizer.encode("<think>two  spaces<|endoftext|>")
-    assert ids == [50257, 50258, 50256]
+    assert ids == [END_OF_TEXT + 1, END_OF_TEXT + 2, END_OF_TEXT]
     assert tokenizer.decode(ids) == "<think>two  spaces"
-    assert tokenizer.token_bytes(50258) == b"two  spaces"
+    assert tokenizer.token_bytes(END_OF_TEXT + 2) == b"two  spaces"
 
 
 def test_templates_by_name(gpt2: dict[str, Any], tmp_path: Path) -> None:

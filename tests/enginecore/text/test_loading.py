@@ -12,6 +12,7 @@ from enginecore.errors import ModelError
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.model_files import ModelFiles
+from vocabularies import END_OF_TEXT
 
 WORDS = "Hello wörld, it's 2024! <|endoftext|> <extra> </s>"
 
@@ -27,9 +28,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @pytest.fixture
-def gpt2_folder(shared_data: Path, tmp_path: Path) -> Path:
+def gpt2_folder(tokenizer_folders: dict[str, Path], tmp_path: Path) -> Path:
     for name in ("vocab.json", "merges.txt"):
-        shutil.copy(shared_data / "tokenizers/gpt2" / name, tmp_path)
+        shutil.copy(tokenizer_folders["byte-level"] / name, tmp_path)
     return tmp_path
 
 
@@ -44,8 +45,13 @@ def gpt2_folder(shared_data: Path, tmp_path: Path) -> Path:
             "tokenizer_class": "GPT2Tokenizer",
             "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": True, "normalized": False},
             "added_tokens_decoder": {
-                "50256": {"content": "<|endoftext|>", "special": True, "normalized": False},
-                "50257": {"content": "<extra>", "special": False, "normalized": True, "rstrip": True},
+                str(END_OF_TEXT): {"content": "<|endoftext|>", "special": True, "normalized": False},
+                str(END_OF_TEXT + 1): {
+                    "content": "<extra>",
+                    "special": False,
+                    "normalized": True,
+                    "rstrip": True,
+                },
             },
         },
         {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"},
@@ -67,7 +73,7 @@ def test_older_files_of_added_and_special_tokens_are_read(
     gpt2_folder: Path, transformers_tokenizer: Callable[[Path], Any]
 ) -> None:
     write_json(gpt2_folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
-    write_json(gpt2_folder / "added_tokens.json", {"<extra>": 50258, "</s>": 50257})
+    write_json(gpt2_folder / "added_tokens.json", {"<extra>": END_OF_TEXT + 2, "</s>": END_OF_TEXT + 1})
     write_json(
         gpt2_folder / "special_tokens_map.json", {"eos_token": "</s>", "bos_token": {"content": "</s>"}}
     )
@@ -75,7 +81,7 @@ def test_older_files_of_added_and_special_tokens_are_read(
     ids = ours.encode(WORDS)
     assert ids == theirs.encode(WORDS)
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    assert ours.eos_token_id == theirs.eos_token_id == 50257
+    assert ours.eos_token_id == theirs.eos_token_id == END_OF_TEXT + 1
     assert ours.special_tokens["bos_token"] == "</s>"
 
 
@@ -83,7 +89,7 @@ def test_the_model_tells_how_to_split_when_the_tokenizer_does_not(gpt2_folder: P
     assert (
         load(gpt2_folder).encode("e\u0301")[0] != load(gpt2_folder, model_type="qwen3").encode("e\u0301")[0]
     )
-    assert load(gpt2_folder, model_type="qwen3").decode([50256]) == ""
+    assert load(gpt2_folder, model_type="qwen3").decode([END_OF_TEXT]) == ""
 
 
 def test_classes_that_need_tokenizer_json_are_named(gpt2_folder: Path) -> None:
@@ -107,15 +113,16 @@ def test_special_tokens_missing_in_tokenizer_json_are_added(byte_folder: Path) -
 
 
 def test_bos_in_tokenizer_json_is_added_and_settings_do_not_change_it(
-    shared_data: Path, tmp_path: Path
+    tokenizer_folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    original = tokenizer_folders["byte-fallback"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared_data / "stories260k" / name, tmp_path / name)
+        shutil.copyfile(original / name, tmp_path / name)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     write_json(
         tmp_path / "tokenizer_config.json", {**settings, "add_bos_token": False, "add_eos_token": True}
     )
-    assert load(tmp_path).encode("a") == load(shared_data / "stories260k").encode("a")
+    assert load(tmp_path).encode("a") == load(original).encode("a")
     assert load(tmp_path).encode("") == [1]
 
 

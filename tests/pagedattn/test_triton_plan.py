@@ -1,13 +1,6 @@
-"""The Triton back end without a GPU: interpreted for its results, compiled for its resources.
+"""The Triton back end's decisions: tile sizes, splits, and shared prefixes read once."""
 
-Both happen in programs of their own (see there).
-"""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -18,74 +11,28 @@ from pagedattn.triton_backend.plan import Device, make_plan
 from pagedattn.triton_backend.split import choose_splits
 from pagedattn.triton_backend.tiles import LaunchShape, choose_tiles, parse_record
 
-# What one program may use of a streaming multiprocessor's shared memory.
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 
-
-def run(program, *arguments, **environment):
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2}
-
-
-def test_interpreted_kernels_agree_with_the_reference():
-    reports = run("interpret_kernels.py", TRITON_INTERPRET="1")
-    assert len(reports["close"]) == 47
-    wrong = {}
-    for name, difference in reports["close"].items():
-        dtype = next((dtype for dtype in TOLERANCE if dtype in name), None)
-        if difference > TOLERANCE.get(dtype, 1e-5):
-            wrong[name] = difference
-    assert wrong == {}
-    assert set(reports["exact"].values()) == {0}
-
-
-@pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_kernels_compile_within_the_device(arch):
-    reports = run("compile_kernels.py", arch)
-    assert len(reports) == 24
-    for name, report in reports.items():
-        assert report["cubin_bytes"] > 0, name
-        assert report["shared"] <= SHARED_MEMORY[arch], name
-        assert report["stack"] == 0, f"{name} spills registers"
-        kind, dtype = name.split()[:2] if name != "merge" else ("merge", "fp32")
-        if kind in ("merge", "write_kv"):
-            continue
-        head_dim = int(name.split()[2])
-        if (dtype, head_dim) != ("fp32", 256):  # see softmax.accumulate
-            assert report["mma"] + report["wgmma"] > 0, f"{name} uses no tensor cores"
-        assert report["async_copies"] > 0, f"{name} does not copy 16 bytes at a time behind its products"
-        if arch == 90 and kind in ("prefill", "mixed", "cascade") and dtype in ("fp16", "bf16"):
-            assert report["wgmma"] > 0, f"{name} uses no warp-group products"
-        if kind == "prefill":
-            assert report["divisions"] == 0, f"{name} divides integers"
-
-
-@pytest.mark.parametrize("max_query", [1, 3, 8])
-@pytest.mark.parametrize("group", [1, 3, 8, 16, 71])
-@pytest.mark.parametrize("itemsize", [1, 2, 4])
-@pytest.mark.parametrize("head_dim", [32, 80, 256])
-def test_tiles_hold_whole_queries_in_powers_of_two(max_query, group, itemsize, head_dim):
-    for kind, queries in (("decode", max_query), ("prefill", 100 * max_query)):
-        tiles = choose_tiles(
-            kind, max_query=queries, group=group, head_dim=head_dim, itemsize=itemsize, capability=(9, 0)
-        )
-        assert tiles.queries >= (max_query if kind == "decode" else 1)
-        assert tiles.heads >= 1
-        assert tiles.queries * tiles.heads <= tiles.rows
-        for size in (tiles.rows, tiles.keys, tiles.head_dim):
-            assert size >= 16
-            assert size & (size - 1) == 0
-        assert tiles.head_dim >= head_dim
+def test_tiles_hold_whole_queries_in_powers_of_two():
+    # The whole product, since it takes no time.
+    for max_query, group, itemsize, head_dim in product(
+        (1, 3, 8), (1, 3, 8, 16, 71), (1, 2, 4), (32, 80, 256)
+    ):
+        for kind, queries in (("decode", max_query), ("prefill", 100 * max_query)):
+            tiles = choose_tiles(
+                kind,
+                max_query=queries,
+                group=group,
+                head_dim=head_dim,
+                itemsize=itemsize,
+                capability=(9, 0),
+            )
+            assert tiles.queries >= (max_query if kind == "decode" else 1)
+            assert tiles.heads >= 1
+            assert tiles.queries * tiles.heads <= tiles.rows
+            for size in (tiles.rows, tiles.keys, tiles.head_dim):
+                assert size >= 16
+                assert size & (size - 1) == 0
+            assert tiles.head_dim >= head_dim
 
 
 def test_a_record_is_read_by_device_kind_and_sizes():

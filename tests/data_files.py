@@ -1,0 +1,12 @@
+"""Paths of the files in `tests/data`, which its README describes."""
+
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"
+
+STORIES = DATA / "demo-stories"
+"""A trained Llama of 869,504 parameters in bfloat16, with its byte-level tokenizer and chat template."""
+
+AZURE_CONVERSATION = DATA / "traces" / "azure_conversation.csv"
+AZURE_CODE = DATA / "traces" / "azure_code.csv"
+MOONCAKE_CONVERSATION = DATA / "traces" / "mooncake_conversation.jsonl"
