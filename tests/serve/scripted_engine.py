@@ -99,14 +99,14 @@ class ScriptedStream:
             for index, mine in enumerate(outputs.values())
             if turn < len(mine)
         ]
-        self._unfinished = list(outputs)
+        self.unfinished = list(outputs)
         self._failure: OctavoError | None = None
         self._wake = asyncio.Event()
         self._closed = False
 
     @property
     def ended(self) -> bool:
-        return self._closed or not self._unfinished
+        return self._closed or not self.unfinished
 
     def __aiter__(self) -> "ScriptedStream":
         return self
@@ -123,7 +123,7 @@ class ScriptedStream:
         self._engine.given += 1
         item = self._outputs.pop(0)
         if item.output.finished:
-            self._unfinished.remove(item.output.request_id)
+            self.unfinished.remove(item.output.request_id)
         return item
 
     async def __aenter__(self) -> "ScriptedStream":
@@ -131,7 +131,7 @@ class ScriptedStream:
 
     async def __aexit__(self, *exc_info: object) -> None:
         if not self.ended:
-            self._engine.aborted += self._unfinished
+            self._engine.aborted += self.unfinished
         self._closed = True
 
     def wake(self) -> None:
@@ -204,6 +204,7 @@ class ScriptedEngine:
 
     def interrupt(self, stream: ScriptedStream, error: OctavoError) -> None:
         if not stream.ended:
+            self.aborted += stream.unfinished
             stream.fail(error)
 
     def allow(self, outputs: float) -> None:
