@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from primitives import *  # noqa: F403 the checks that hold for every communicator
 
-from collectives import Communicator, LocalCommunicator
+from collectives import Communicator, GlooCommunicator, LocalCommunicator
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -92,6 +92,13 @@ def ranks_shared_memory_refuses_what_it_cannot_add(comm: Communicator):
         comm.all_reduce(torch.zeros(2).to(torch.float8_e4m3fn))
     with pytest.raises(TypeError, match="shared memory carries tensors of the CPU, not of meta"):
         comm.send(torch.zeros(2, device="meta"), (comm.rank + 1) % comm.size)
+
+
+def test_a_process_group_of_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    with pytest.raises(ValueError, match="the backend of the process group is nccl, not gloo"):
+        GlooCommunicator()
 
 
 def test_local_returns_its_argument_itself():

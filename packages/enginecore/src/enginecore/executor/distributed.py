@@ -267,7 +267,7 @@ class DistributedExecutor:
                 self._failures[worker.rank] = message
 
     def _first_failure(self) -> OctavoError:
-        """Return the cause: an end without a failure, which no other rank brings about, or the first failure."""
+        """Return the cause: an end without a failure, as no other rank causes that, or the first failure."""
         if silent := self._silent():
             return self._died(silent[0])
         rank, failure = min(self._failures.items(), key=lambda item: item[1].at)
