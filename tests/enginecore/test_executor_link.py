@@ -133,10 +133,16 @@ def test_an_address_where_nobody_answers(host):
             WorkerEnd(LinkSettings(address, address, key, timeout=1))
 
 
-def test_a_socket_that_is_gone(tmp_path):
-    address = f"ipc://{tmp_path}/down"
+def test_a_core_that_was_killed_before(tmp_path):
+    """Its sockets are there, and nobody listens; the worker clears them away."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    address = f"ipc://{folder}/down"
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(folder / "down"))
     with pytest.raises(LinkError, match=r"cannot reach the core at ipc://.* the connection was refused"):
         WorkerEnd(LinkSettings(address, address, None, timeout=LIMIT_S))
+    assert not folder.exists()
 
 
 def test_a_failure_has_the_time_of_the_core_s_clock():

@@ -124,7 +124,7 @@ class DistributedExecutor:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors that become readable when a worker sends something or ends."""
+        """Descriptors of which one becomes readable when a worker sends a message or ends."""
         return [worker.link.fileno() for worker in self._workers if not worker.link.ended]
 
     @property
@@ -162,7 +162,7 @@ class DistributedExecutor:
         _end(self._workers, self._ring, _TO_END)
 
     def _start(self, config: EngineConfig, files: ModelFiles) -> None:
-        """Give the workers their settings, rank 0 first, which tells where the others meet it; load."""
+        """Send settings, first to rank 0, which reports where it listens; wait until all have loaded."""
         readers = [worker.rank for worker in self._workers if worker.location.on_core_host]
         self._ring = RingBroadcast(len(readers), _RING_BYTES) if readers else None
         for worker in self._workers:
@@ -219,7 +219,7 @@ class DistributedExecutor:
             self._fail(EngineDeadError(f"a worker takes nothing: {error}"))
 
     def _listen(self, timeout: float | None) -> None:
-        """Take in what workers say, waiting up to `timeout` seconds for something; None waits for ever."""
+        """Handle messages of workers, waiting up to `timeout` seconds for one; None waits for ever."""
         if self._error is not None:
             raise self._error
         self._take(timeout)
@@ -228,13 +228,13 @@ class DistributedExecutor:
             self._fail(self._first_failure())
 
     def _await_cause(self) -> None:
-        """Wait a little for an end without a word: what others make of it may be heard before it is."""
+        """Wait a little for an end without a failure: failures that it causes may be heard before it."""
         until = time.monotonic() + _GRACE
         while not self._silent() and self._selector.get_map() and (left := until - time.monotonic()) > 0:
             self._take(left)
 
     def _silent(self) -> list[WorkerHandle]:
-        """Workers that ended without a word."""
+        """Workers that ended without sending a failure."""
         return [worker for worker in self._workers if worker.link.ended and worker.rank not in self._failures]
 
     def _take(self, timeout: float | None) -> None:
@@ -261,7 +261,7 @@ class DistributedExecutor:
                 self._failures[worker.rank] = message
 
     def _first_failure(self) -> OctavoError:
-        """Return the error of what went wrong first: an end without a word, as no other rank causes that."""
+        """Return the cause: an end without a failure, as no other rank causes that, or the first failure."""
         if silent := self._silent():
             return self._died(silent[0])
         rank, failure = min(self._failures.items(), key=lambda item: item[1].at)

@@ -1,9 +1,10 @@
 """The link between the core and one worker: settings and steps go down it, messages come up.
 
 It is two ZMQ sockets, one for each direction, since a worker sends from one thread while another waits for
-steps. On one host they are Unix sockets in a private folder; where the worker may be on another host, they
-are TCP sockets with a CURVE key that the core makes for the link and tells to that worker alone. Each end
-notices at once when the other's process ends, and over TCP in some seconds when its host falls silent.
+steps. On one host they are Unix sockets in a private folder, which goes once the worker has connected; where
+the worker may be on another host, they are TCP sockets with a CURVE key that the core makes for the link and
+tells to that worker alone. Each end notices at once when the other's process ends, and over TCP in some
+seconds when its host falls silent.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import shutil
 import struct
 import threading
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
@@ -136,7 +139,8 @@ class CoreEnd:
         """Drop the connection, whereupon the worker ends itself."""
         _close(self._down)
         _close(self._up, self._monitor)
-        self._remove_folder()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read_events(self) -> None:
         """Follow the connections, of which any but the worker's are strangers'."""
@@ -149,7 +153,6 @@ class CoreEnd:
                 elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
                     self.connected = True
                     self._ours, self._coming = self._coming, set()
-                    self._remove_folder()  # here, so that a core that is killed leaves none
                 elif event == zmq.Event.DISCONNECTED:
                     if self._refused:
                         self._ours.discard(descriptor)
@@ -172,10 +175,6 @@ class CoreEnd:
             message.at += self._clocks
         return message
 
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
 
 class WorkerEnd:
     """A worker's end of a link to its core."""
@@ -189,27 +188,28 @@ class WorkerEnd:
         public, secret = zmq.curve_keypair()
         self._down, self._up = _socket(zmq.PULL, settings.down), _socket(zmq.PUSH, settings.up)
         self._lock = threading.Lock()
-        for socket, address in ((self._down, settings.down), (self._up, settings.up)):
-            if settings.key is not None:
-                socket.curve_serverkey = settings.key.encode()
-                socket.curve_publickey, socket.curve_secretkey = public, secret
-            socket.reconnect_ivl = -1
-            # Both connections lead to one process: the second is watched.
-            watched = socket is self._up
-            monitor = _monitor(socket, heartbeats=watched and settings.key is not None)
-            socket.connect(address)
-            if failed := _await_handshake(monitor, until):
-                _close(self._down)
-                _close(self._up)
+        monitors = []
+        try:
+            for socket, address in ((self._down, settings.down), (self._up, settings.up)):
+                if settings.key is not None:
+                    socket.curve_serverkey = settings.key.encode()
+                    socket.curve_publickey, socket.curve_secretkey = public, secret
+                socket.reconnect_ivl = -1
+                monitors.append(_monitor(socket, heartbeats=settings.key is not None))
+                socket.connect(address)
+                if failed := _await_handshake(monitors[-1], until):
+                    raise LinkError(
+                        f"cannot reach the core at {address} within {settings.timeout:g} s: {failed}"
+                    )
+        except LinkError:
+            for socket, monitor in zip_longest((self._down, self._up), monitors):
                 _close(socket, monitor)
-                raise LinkError(f"cannot reach the core at {address} within {settings.timeout:g} s: {failed}")
-            if watched:
-                threading.Thread(
-                    target=_end_with_core, args=(monitor,), daemon=True, name="core-watch"
-                ).start()
-            else:
-                socket.disable_monitor()
-                monitor.close()
+            raise
+        finally:
+            # By the worker, so that none is left if the core is killed meanwhile.
+            if settings.key is None:
+                shutil.rmtree(Path(settings.up.removeprefix("ipc://")).parent, ignore_errors=True)
+        threading.Thread(target=_end_with_core, args=(monitors,), daemon=True, name="core-watch").start()
 
     def receive(self) -> bytes:
         """Wait for settings or the next step and return them."""
@@ -268,7 +268,11 @@ def _await_handshake(monitor: zmq.Socket, until: float) -> str:
     return "no answer"
 
 
-def _end_with_core(monitor: zmq.Socket) -> None:
-    while recv_monitor_message(monitor)["event"] != zmq.Event.DISCONNECTED:
+def _end_with_core(monitors: Sequence[zmq.Socket]) -> None:
+    """Wait until one of the connections ends, and end this process."""
+    poller = zmq.Poller()
+    for monitor in monitors:
+        poller.register(monitor, zmq.POLLIN)
+    while all(recv_monitor_message(ready)["event"] != zmq.Event.DISCONNECTED for ready, _ in poller.poll()):
         pass
     os._exit(0)

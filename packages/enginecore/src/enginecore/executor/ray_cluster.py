@@ -1,7 +1,7 @@
 """Workers as actors of a Ray cluster, on one node or several.
 
-Ray finds devices and starts processes; it carries no step and no result, and pickles nothing of ours. It ends
-the actors of a core that is gone; the link tells them sooner.
+Ray finds devices and starts processes; settings, steps and results go over links. It ends the actors of a
+core that is gone; the link tells them sooner.
 """
 
 import concurrent.futures
