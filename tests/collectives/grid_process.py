@@ -1,14 +1,16 @@
 """A rank of a grid that test_rendezvous.py starts.
 
-usage: grid_process.py RANK TIMEOUT ADDRESS DP,PP,TP [ADDRESS DP,PP,TP]...
+usage: grid_process.py RANK TIMEOUT [--listeners FD,...] ADDRESS DP,PP,TP [ADDRESS DP,PP,TP]...
 
 For each grid in turn it makes the communicators, and writes a line of JSON with what came of it: for each
-group the number, the places and the communicator of its ranks; or the error.
+group the number, the places and the communicator of its ranks; or the error. The listeners of rank 0, one for
+each grid, are descriptors that it inherits.
 """
 
+import argparse
 import json
 import os
-import sys
+import socket
 
 import torch
 
@@ -26,12 +28,20 @@ def found(communicators: Communicators, rank: int) -> dict[str, object]:
     return report
 
 
-def main(rank: int, timeout: float, meetings: list[str]) -> None:
+def main(rank: int, timeout: float, descriptors: list[int], meetings: list[str]) -> None:
     torch.set_num_threads(1)
-    for address, lengths in zip(meetings[::2], meetings[1::2]):
+    listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors if rank == 0]
+    for i, (address, lengths) in enumerate(zip(meetings[::2], meetings[1::2])):
         grid = Grid(*map(int, lengths.split(",")))
         try:
-            communicators = make_communicators(grid, rank, address=address, backend="gloo", timeout=timeout)
+            communicators = make_communicators(
+                grid,
+                rank,
+                address=address,
+                backend="gloo",
+                timeout=timeout,
+                listener=listeners[i] if listeners else None,
+            )
             print(json.dumps(found(communicators, rank)), flush=True)
             communicators.close()
         except RendezvousError as error:
@@ -39,4 +49,10 @@ def main(rank: int, timeout: float, meetings: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rank", type=int)
+    parser.add_argument("timeout", type=float)
+    parser.add_argument("--listeners", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("meetings", nargs="+")
+    given = parser.parse_args()
+    main(given.rank, given.timeout, given.listeners, given.meetings)

@@ -90,16 +90,6 @@ def ranks_broadcast_from_any_rank(comm: Communicator):
             assert_equal(x, data(src, 4, 2), dtype)
 
 
-def ranks_reduce_to_any_rank(comm: Communicator):
-    everyones = np.stack([data(rank, 4, 2) for rank in range(comm.size)])
-    for dst in range(comm.size):
-        for dtype in DTYPES:
-            for op, expected in (("sum", everyones.sum(0)), ("max", everyones.max(0))):
-                result = comm.reduce(torch.tensor(everyones[comm.rank], dtype=dtype), dst, op)
-                if comm.rank == dst:
-                    assert_equal(result, expected, dtype)
-
-
 def ranks_all_to_all_even(comm: Communicator):
     for dtype in DTYPES:
         x = torch.tensor(data(comm.rank, 2 * comm.size, 3), dtype=dtype)
@@ -145,7 +135,6 @@ def ranks_nothing_can_be_sent(comm: Communicator):
     for empty in (torch.empty(0, 3), torch.empty(0, 3, dtype=torch.bfloat16)):
         assert comm.all_reduce(empty.clone()).shape == (0, 3)
         assert comm.broadcast(empty.clone(), comm.size - 1).shape == (0, 3)
-        assert comm.reduce(empty.clone()).shape == (0, 3)
         assert comm.all_gather(empty).shape == (0, 3)
         assert comm.all_gather(empty, 1).shape == (0, 3 * comm.size)
         assert comm.all_gather(empty, 0, none).shape == (0, 3)

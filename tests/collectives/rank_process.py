@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator, Grid, SharedMemoryCommunicator, TorchCommunicator
+from collectives import Communicator, GlooCommunicator, Grid, SharedMemoryCommunicator
 
 Check = Callable[[Communicator], None]
 
@@ -42,10 +42,10 @@ def main(rank: int, world: int, folder: Path, paths: list[str]) -> None:
     half, _ = dist.new_subgroups_by_enumeration(Grid(dp=2, tp=world // 2).groups("tp"))
     three = dist.new_group([1, 2, 3])
     first = rank // (world // 2) * (world // 2)
-    gloo = [TorchCommunicator(half), TorchCommunicator()]
+    gloo = [GlooCommunicator(half), GlooCommunicator()]
     shared = [joined(store, range(first, first + world // 2), rank), joined(store, range(world), rank)]
     if rank > 0:
-        gloo.insert(1, TorchCommunicator(three))
+        gloo.insert(1, GlooCommunicator(three))
         shared.insert(1, joined(store, range(1, world), rank))
     passed: list[str] = []
     try:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from primitives import *  # noqa: F403 the checks that hold for every communicator
 
-from collectives import Communicator, LocalCommunicator
+from collectives import Communicator, GlooCommunicator, LocalCommunicator
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -94,6 +94,13 @@ def ranks_shared_memory_refuses_what_it_cannot_add(comm: Communicator):
         comm.send(torch.zeros(2, device="meta"), (comm.rank + 1) % comm.size)
 
 
+def test_a_process_group_of_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    with pytest.raises(ValueError, match="the backend of the process group is nccl, not gloo"):
+        GlooCommunicator()
+
+
 def test_local_returns_its_argument_itself():
     comm, x = LocalCommunicator(), torch.ones(2, 3)
     assert (comm.rank, comm.size) == (0, 1)
@@ -101,7 +108,6 @@ def test_local_returns_its_argument_itself():
     assert comm.all_gather(x, -1, [3]) is x
     assert comm.reduce_scatter(x, [2]) is x
     assert comm.broadcast(x) is x
-    assert comm.reduce(x) is x
     assert comm.all_to_all(x, [2], [2]) is x
     comm.barrier()
     comm.close()

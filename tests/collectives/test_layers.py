@@ -30,21 +30,6 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def merged_linear(
-    comm: Communicator, parts: list[int], units: list[int] | None, gather: bool, dtype: torch.dtype
-):
-    """A layer of 16 inputs with all parts loaded, and the full weight and bias of the merged projection."""
-    layer = ColumnParallelLinear(
-        16, parts, bias=True, comm=comm, gather_output=gather, units=units, dtype=dtype
-    )
-    weights = [draw(part, 16, seed=1 + i) / 4 for i, part in enumerate(parts)]
-    biases = [draw(part, seed=11 + i) for i, part in enumerate(parts)]
-    for part, (weight, bias) in enumerate(zip(weights, biases)):
-        layer.load_weight(weight, part)
-        layer.load_bias(bias, part)
-    return layer, torch.cat(weights), torch.cat(biases)
-
-
 def test_on_every_rank(check, ranks):
     ranks.assert_passed(check)
 
@@ -68,50 +53,7 @@ def ranks_column_then_row_is_an_unsharded_mlp(comm: Communicator):
                 column.load_bias(up_bias)
                 row.load_weight(down / 4)
                 row.load_bias(down_bias)
-                assert column.missing() + row.missing() == []
                 assert_close(row(F.silu(column(x.to(dtype)))), expected)
-
-
-def ranks_unreduced_rows_sum_to_the_output_with_one_bias(comm: Communicator):
-    weight, bias, x = draw(6, 10), draw(6, seed=1), draw(3, 10, seed=2)
-    row = RowParallelLinear(10, 6, bias=True, comm=comm, reduce=False)
-    row.load_weight(weight)
-    row.load_bias(bias)
-    mine = x.tensor_split(comm.size, -1)[comm.rank]
-    assert_close(comm.all_reduce(row(mine)), F.linear(x, weight, bias))
-
-
-def ranks_gathered_parts_are_whole_and_in_order(comm: Communicator):
-    x = draw(2, 3, 16, seed=9)
-    cases = [
-        ([24], None),
-        ([13], None),  # uneven
-        ([2], None),  # fewer features than ranks
-        ([7, 9], None),
-        ([24, 2, 2], [12, 1, 1]),
-        ([6], [1]),  # replicated everywhere
-    ]
-    if comm.size != 3:
-        cases.append(([16, 4, 4], [8, 2, 2]))  # a key head for two ranks of four
-    for parts, units in cases:
-        for dtype in (torch.float32, torch.bfloat16):
-            layer, weight, bias = merged_linear(comm, parts, units, True, dtype)
-            assert_close(layer(x.to(dtype)), F.linear(x, weight, bias))
-
-
-def ranks_attention_heads_meet_their_key_head(comm: Communicator):
-    if comm.size == 3:
-        return  # 2 key heads do not come evenly
-    # 8 query heads of 2 features, and 2 key heads: query heads 0 to 3 attend to key head 0.
-    x = draw(3, 16, seed=9)
-    layer, weight, bias = merged_linear(comm, [16, 4, 4], [8, 2, 2], False, torch.float32)
-    query, key, value = F.linear(x, weight, bias).split([16, 4, 4], -1)
-    heads = {2: [(0, 4, 0), (4, 8, 1)], 4: [(0, 2, 0), (2, 4, 0), (4, 6, 1), (6, 8, 1)]}[comm.size]
-    first, last, key_head = heads[comm.rank]
-    my_query, my_key, my_value = layer(x).split(layer.local_parts, -1)
-    assert_close(my_query, query[:, 2 * first : 2 * last])
-    assert_close(my_key, key[:, 2 * key_head : 2 * key_head + 2])
-    assert_close(my_value, value[:, 2 * key_head : 2 * key_head + 2])
 
 
 def attention(x: Tensor, qkv: Tensor, out: Tensor, kv_heads: int, head_dim: int) -> Tensor:
@@ -121,6 +63,17 @@ def attention(x: Tensor, qkv: Tensor, out: Tensor, kv_heads: int, head_dim: int)
     query, key, value = (part.view(tokens, -1, head_dim).transpose(0, 1) for part in parts)
     mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return mixed.transpose(0, 1).reshape(tokens, -1) @ out.T
+
+
+def ranks_merged_parts_are_cut_each_by_itself(comm: Communicator):
+    x, gate, up = draw(2, 3, 16, seed=9), draw(13, 16), draw(6, 16, seed=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = ColumnParallelLinear(16, [13, 6], bias=False, comm=comm, dtype=dtype)
+        layer.load_weight(gate / 4, 0)
+        layer.load_weight(up / 4, 1)
+        for y, weight in zip(layer(x.to(dtype)).split(layer.local_parts, -1), (gate, up)):
+            expected = F.linear(x, weight / 4).tensor_split(comm.size, -1)[comm.rank]
+            assert_close(y, expected)
 
 
 def ranks_attention_with_uneven_heads_is_that_of_one_rank(comm: Communicator):
@@ -147,18 +100,6 @@ def ranks_attention_with_uneven_heads_is_that_of_one_rank(comm: Communicator):
         mine = attention(x, qkv.weight, o.weight, shards[comm.rank].kv.size, dim)
         assert_close(comm.all_reduce(mine), attention(x, torch.cat(weights), out, kv_heads, dim))
 
-        gathered = ColumnParallelLinear(
-            width,
-            [len(w) for w in weights],
-            bias=False,
-            comm=comm,
-            cuts=[s.qkv(dim) for s in shards],
-            gather_output=True,
-        )
-        for part, weight in enumerate(weights):
-            gathered.load_weight(weight, part)
-        assert_close(gathered(x), x @ torch.cat(weights).T)
-
 
 def test_cuts_must_cover_the_features_in_order(seat):
     def column(*ranges):
@@ -180,8 +121,6 @@ def test_cuts_must_cover_the_features_in_order(seat):
         row((0, 3), (3, 8), (3, 8))  # would be summed twice
     with pytest.raises(ValueError, match="1 ranges for each of 3 ranks"):
         column((0, 8))
-    with pytest.raises(ValueError, match="units and cuts both"):
-        RowParallelLinear(8, 3, bias=False, comm=seat(0, 1), units=2, cuts=[Shard(0, 8)])
 
 
 def test_each_part_is_cut_by_itself(seat):
@@ -205,27 +144,11 @@ def test_row_shards_are_columns(seat):
     assert held == [[[0, 1, 2], [5, 6, 7]], [[3, 4], [8, 9]]]
 
 
-def test_one_number_of_units_is_for_all_parts(seat):
-    layer = ColumnParallelLinear(8, [6, 4], units=2, bias=False, comm=seat(3, 4))
-    assert layer.local_parts == (3, 2)
-
-
-def test_heads_that_cannot_be_spread_are_refused_when_the_layer_is_made(seat):
-    with pytest.raises(ValueError, match=r"3 units \(heads\) cannot be given to 2 ranks evenly"):
-        ColumnParallelLinear(12, [12, 12, 12], units=3, bias=False, comm=seat(0, 2))
-    with pytest.raises(ValueError, match=r"2 units \(heads\) must be a multiple of the 4 ranks"):
-        RowParallelLinear(12, 12, units=2, bias=False, comm=seat(0, 4))
-    with pytest.raises(
-        ValueError, match=r"units \[2, 1\] must have one entry for each of the parts \[4, 2, 2\]"
-    ):
-        ColumnParallelLinear(8, [4, 2, 2], units=[2, 1], bias=False, comm=seat(0, 2))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_alone_forward_is_one_matmul_and_nothing_else(bias):
     comm = LocalCommunicator()
     layers = [
-        ColumnParallelLinear(4, [3, 2], bias=bias, comm=comm, gather_output=True),
+        ColumnParallelLinear(4, [3, 2], bias=bias, comm=comm),
         RowParallelLinear(4, 5, bias=bias, comm=comm),
     ]
     for layer in layers:
@@ -251,22 +174,7 @@ def test_a_kernel_can_take_the_place_of_the_matrix_product():
     assert_close(layer(x), F.linear(x, weight))
 
 
-def test_missing_names_what_was_not_loaded():
-    merged = ColumnParallelLinear(4, [3, 2], bias=True, comm=LocalCommunicator())
-    assert merged.missing() == ["weight[0]", "weight[1]", "bias[0]", "bias[1]"]
-    merged.load_weight(draw(2, 4), part=1)
-    merged.load_bias(draw(3), part=0)
-    assert merged.missing() == ["weight[0]", "bias[1]"]
-    merged.load_weight(draw(2, 4), part=1)
-    assert merged.missing() == ["weight[0]", "bias[1]"]
-
-    assert ColumnParallelLinear(4, 3, bias=False, comm=LocalCommunicator()).missing() == ["weight"]
-    row = RowParallelLinear(4, 3, bias=True, comm=LocalCommunicator())
-    row.load_weight(draw(3, 4))
-    assert row.missing() == ["bias"]
-
-
-def test_wrong_shapes_are_refused_with_both_shapes_and_load_nothing(seat):
+def test_wrong_shapes_are_refused_with_both_shapes(seat):
     column = ColumnParallelLinear(4, [6, 2], bias=True, comm=seat(1, 2))
     with pytest.raises(
         ValueError, match=r"ColumnParallelLinear weight\[1\]: expected shape \[2, 4\], got \[6, 4\]"
@@ -276,7 +184,6 @@ def test_wrong_shapes_are_refused_with_both_shapes_and_load_nothing(seat):
         column.load_bias(draw(3))
     with pytest.raises(ValueError, match=r"part must be in \[0, 2\) for parts \(6, 2\), got 2"):
         column.load_weight(draw(6, 4), part=2)
-    assert len(column.missing()) == 4
 
     row = RowParallelLinear(6, 4, bias=False, comm=seat(1, 2))
     with pytest.raises(ValueError, match=r"RowParallelLinear weight: expected shape \[4, 6\], got \[4, 3\]"):

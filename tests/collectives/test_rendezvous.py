@@ -24,18 +24,50 @@ pytestmark = pytest.mark.xdist_group("rendezvous")
 LIMIT_S = 90
 
 
-def free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
+@pytest.fixture
+def listener():
+    """A socket of rank 0 that listens on a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def address(listener):
+    return address_of(listener)
+
+
+@pytest.fixture
+def reserved():
+    """An address of this host where nobody listens yet, and where only rank 0 will."""
+    with reserve("127.0.0.1", socket.AF_INET) as holder:
+        yield address_of(holder)
+
+
+def reserve(host, family):
+    """Return a socket that holds a free port; only one that sets SO_REUSEADDR, as rank 0 does, can listen."""
+    holder = socket.socket(family)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    return holder
+
+
+def address_of(listener):
+    return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextmanager
-def started(commands):
+def started(commands, descriptors):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("GLOO_SOCKET_IFNAME", None)
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            pass_fds=descriptors,
+        )
         for command in commands
     ]
     try:
@@ -46,11 +78,16 @@ def started(commands):
             process.wait()
 
 
-def run_ranks(timeout, *meetings, ranks, prefix=lambda rank: []):
+def run_ranks(timeout, *meetings, ranks, listeners=(), prefix=lambda rank: []):
     """The lines that the processes of `ranks` write, parsed."""
     script = str(Path(__file__).with_name("grid_process.py"))
-    commands = [[*prefix(rank), sys.executable, script, str(rank), str(timeout), *meetings] for rank in ranks]
-    with started(commands) as processes:
+    descriptors = [listener.fileno() for listener in listeners]
+    inherited = ["--listeners", ",".join(map(str, descriptors))] if descriptors else []
+    commands = [
+        [*prefix(rank), sys.executable, script, str(rank), str(timeout), *inherited, *meetings]
+        for rank in ranks
+    ]
+    with started(commands, descriptors) as processes:
         ends = [process.communicate(timeout=LIMIT_S) for process in processes]
         assert [process.returncode for process in processes] == [0] * len(processes), ends
     # Gloo has lines of its own to say.
@@ -76,16 +113,14 @@ def in_threads(*functions):
 
 
 def test_four_processes_get_the_groups_of_a_grid_and_of_another_afterwards():
-    ports = free_ports(3)
-    meetings = [
-        f"127.0.0.1:{ports[0]}",
-        "2,1,2",
-        f"127.0.0.1:{ports[1]}",
-        "1,2,2",
-        f"127.0.0.1:{ports[2]}",
-        "1,1,4",
-    ]
-    lines = run_ranks(60, *meetings, ranks=range(4))
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        meetings = [
+            part
+            for listener, lengths in zip(listeners, ("2,1,2", "1,2,2", "1,1,4"))
+            for part in (address_of(listener), lengths)
+        ]
+        lines = run_ranks(60, *meetings, ranks=range(4), listeners=listeners)
     members = [
         [{axis: line[axis]["members"] for axis in ("world", "tp", "pp", "ep")} for line in of_rank]
         for of_rank in lines
@@ -115,10 +150,10 @@ def test_four_processes_get_the_groups_of_a_grid_and_of_another_afterwards():
                 assert place["kind"] == ("LocalCommunicator" if alone else "SharedMemoryCommunicator")
 
 
-def test_ranks_that_do_not_arrive_are_named():
-    [port] = free_ports(1)
-    address = f"127.0.0.1:{port}"
-    came = in_threads(*(lambda rank=rank: connect(rank, 4, address, 1.5) for rank in (0, 2)))
+def test_ranks_that_do_not_arrive_are_named(listener, address):
+    came = in_threads(
+        lambda: connect(0, 4, address, 1.5, listener=listener), lambda: connect(2, 4, address, 1.5)
+    )
     for error in came:
         assert isinstance(error, RendezvousError)
     assert str(came[0]) == f"of 4 ranks these did not arrive at {address} within 1.5 s: 1, 3"
@@ -126,15 +161,16 @@ def test_ranks_that_do_not_arrive_are_named():
     assert str(came[1]) in (str(came[0]), f"rank 2 lost rank 0 while it waited at {address} for all 4 ranks")
 
 
-def test_all_who_meet_share_a_store():
-    [port] = free_ports(1)
-    stores = in_threads(*(lambda rank=rank: connect(rank, 3, f"127.0.0.1:{port}", 30) for rank in range(3)))
+def test_all_who_meet_share_a_store(listener, address):
+    stores = in_threads(
+        lambda: connect(0, 3, address, 30, listener=listener),
+        *(lambda rank=rank: connect(rank, 3, address, 30) for rank in (1, 2)),
+    )
     stores[0].set("word", "given")
     assert [store.get("word") for store in stores] == [b"given"] * 3
 
 
-def test_others_may_come_before_rank_0(monkeypatch):
-    [port] = free_ports(1)
+def test_others_may_come_before_rank_0(monkeypatch, reserved):
     refused, sleep = threading.Event(), time.sleep
 
     def pause(seconds):
@@ -145,21 +181,17 @@ def test_others_may_come_before_rank_0(monkeypatch):
 
     def first():
         assert refused.wait(30)
-        return connect(0, 2, f"127.0.0.1:{port}", 30)
+        return connect(0, 2, reserved, 30)
 
-    outcomes = in_threads(first, lambda: connect(1, 2, f"127.0.0.1:{port}", 30))
+    outcomes = in_threads(first, lambda: connect(1, 2, reserved, 30))
     assert not any(isinstance(outcome, Exception) for outcome in outcomes)
 
 
-def test_an_address_where_nobody_listens_is_an_error_in_time():
-    [port] = free_ports(1)
-    start = time.monotonic()
+def test_an_address_where_nobody_listens_is_an_error_in_time(reserved):
     with pytest.raises(
-        RendezvousError,
-        match=rf"rank 1 could not reach rank 0 at 127\.0\.0\.1:{port} within 0\.3 s: .*refused",
+        RendezvousError, match=rf"rank 1 could not reach rank 0 at {reserved} within 0\.3 s: .*refused"
     ):
-        connect(1, 2, f"127.0.0.1:{port}", 0.3)
-    assert time.monotonic() - start < 10
+        connect(1, 2, reserved, 0.3)
     with pytest.raises(RendezvousError, match=r"rank 1 could not reach rank 0 at nowhere\.invalid:1 within"):
         connect(1, 2, "nowhere.invalid:1", 0.1)
 
@@ -182,30 +214,28 @@ def test_a_port_that_is_taken_is_an_error():
         connect(0, 2, f"192.0.2.1:{port}", 5)  # an address of no host (RFC 5737)
 
 
-def test_rank_0_listens_on_the_given_address_only():
-    [port] = free_ports(1)
-    store = connect(0, 1, f"127.0.0.1:{port}", 30)
+def test_rank_0_listens_on_the_given_address_only(reserved):
+    store = connect(0, 1, reserved, 30)
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+        socket.create_connection(("127.0.0.2", int(reserved.rpartition(":")[2])), timeout=5)
     del store
 
 
-def test_ranks_that_came_for_something_else_are_told():
-    [port] = free_ports(1)
+def test_ranks_that_came_for_something_else_are_told(reserved):
     purposes = ("Grid(tp=2)", "Grid(pp=2)")
     errors = in_threads(
-        *(lambda rank=rank: connect(rank, 2, f"127.0.0.1:{port}", 30, purposes[rank]) for rank in range(2))
+        *(lambda rank=rank: connect(rank, 2, reserved, 30, purposes[rank]) for rank in range(2))
     )
     assert str(errors[0]).endswith("for Grid(tp=2), rank 1 for Grid(pp=2)")
     assert str(errors[1]).endswith("for Grid(pp=2), rank 0 for Grid(tp=2)")
 
 
-def test_a_rank_that_is_lost_after_the_meeting_is_an_error_in_time():
-    [port] = free_ports(1)
-    address = f"127.0.0.1:{port}"
+def test_a_rank_that_is_lost_after_the_meeting_is_an_error_in_time(listener, address):
     _, error = in_threads(
         lambda: connect(1, 2, address, 30, purpose=f"{Grid(tp=2)} over gloo") and None,
-        lambda: make_communicators(Grid(tp=2), 0, address=address, backend="gloo", timeout=2),
+        lambda: make_communicators(
+            Grid(tp=2), 0, address=address, backend="gloo", timeout=2, listener=listener
+        ),
     )
     assert isinstance(error, RendezvousError)
     assert str(error).startswith(f"rank 0 met the others at {address}, but could not make its gloo groups")
@@ -213,7 +243,7 @@ def test_a_rank_that_is_lost_after_the_meeting_is_an_error_in_time():
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_nccl_groups_are_named_by_their_ranks_and_the_world_is_made_last(monkeypatch):
+def test_nccl_groups_are_named_by_their_ranks_and_the_world_is_made_last(monkeypatch, reserved):
     joined = []
 
     class Joined(LocalCommunicator):
@@ -223,11 +253,10 @@ def test_nccl_groups_are_named_by_their_ranks_and_the_world_is_made_last(monkeyp
 
     monkeypatch.setattr(rendezvous, "NcclCommunicator", Joined)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    [port] = free_ports(1)
-    grid, address = Grid(pp=2, tp=2), f"127.0.0.1:{port}"
+    grid = Grid(pp=2, tp=2)
     made, *_ = in_threads(
-        lambda: make_communicators(grid, 3, address=address, backend="nccl", timeout=30),
-        *(lambda rank=rank: connect(rank, 4, address, 30, f"{grid} over nccl") for rank in range(3)),
+        lambda: make_communicators(grid, 3, address=reserved, backend="nccl", timeout=30),
+        *(lambda rank=rank: connect(rank, 4, reserved, 30, f"{grid} over nccl") for rank in range(3)),
     )
     assert joined == [
         ("2,3", 1, 2, "cuda:5", 30),  # tp, and ep
@@ -261,9 +290,8 @@ def test_what_is_no_rank_or_backend_is_refused():
 def test_ipv6_addresses_are_written_in_brackets():
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6")
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
-        port = probe.getsockname()[1]
-    assert connect(0, 1, f"[::1]:{port}", 30).num_keys() > 0
+    with reserve("::1", socket.AF_INET6) as holder:
+        assert connect(0, 1, f"[::1]:{holder.getsockname()[1]}", 30).num_keys() > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux")
@@ -292,7 +320,7 @@ def test_ranks_on_two_hosts_talk_over_the_interface_between_them():
             prefix=lambda rank: hosts[0 if rank < 2 else 1].prefix,
         )
     assert [of_rank[0].get("tp") for of_rank in lines] == [
-        {"members": [0, 1, 2], "rank": rank, "size": 3, "kind": "TorchCommunicator"} for rank in range(3)
+        {"members": [0, 1, 2], "rank": rank, "size": 3, "kind": "GlooCommunicator"} for rank in range(3)
     ], lines
 
 
@@ -309,9 +337,9 @@ def test_groups_within_a_host_share_memory_also_when_there_are_several_hosts():
     for [line] in lines:
         kinds = {axis: line[axis]["kind"] for axis in ("world", "tp", "pp")}
         assert kinds == {
-            "world": "TorchCommunicator",
+            "world": "GlooCommunicator",
             "tp": "SharedMemoryCommunicator",
-            "pp": "TorchCommunicator",
+            "pp": "GlooCommunicator",
         }
 
 

@@ -3,34 +3,14 @@ import pytest
 from collectives import Shard, attention_shards, padded_shard, shard
 
 
-def cuts(length, ranks, units=None):
-    return [tuple(shard(length, ranks, rank, units)) for rank in range(ranks)]
+def cuts(length, ranks):
+    return [tuple(shard(length, ranks, rank)) for rank in range(ranks)]
 
 
 def test_features_are_cut_as_evenly_as_they_come():
     assert cuts(12, 4) == [(0, 3), (3, 6), (6, 9), (9, 12)]
     assert cuts(11, 4) == [(0, 3), (3, 6), (6, 9), (9, 11)]
     assert cuts(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
-
-
-def test_units_are_not_cut():
-    assert cuts(12, 2, units=4) == [(0, 6), (6, 12)]
-
-
-def test_fewer_units_than_ranks_are_replicated_to_neighbours():
-    assert cuts(6, 4, units=2) == [(0, 3), (0, 3), (3, 6), (3, 6)]
-    assert cuts(5, 2, units=1) == [(0, 5), (0, 5)]
-
-
-def test_unit_counts_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"3 units \(heads\) cannot be given to 2 ranks evenly"):
-        shard(12, 2, 0, units=3)
-    with pytest.raises(ValueError, match=r"3 units \(heads\) cannot be given to 4 ranks evenly"):
-        shard(12, 4, 0, units=3)
-    with pytest.raises(ValueError, match="10 features cannot be made of 4 units"):
-        shard(10, 2, 0, units=4)
-    with pytest.raises(ValueError, match="10 features cannot be made of 0 units"):
-        shard(10, 2, 0, units=0)
 
 
 def test_padding_is_on_the_last_ranks_and_in_no_shard():
@@ -59,13 +39,11 @@ def test_ranks_share_a_key_head_and_cut_its_query_heads_when_there_are_fewer():
     assert heads(7, 1, 3) == [(0, 3, 0, 1), (3, 5, 0, 1), (5, 7, 0, 1)]
 
 
-@pytest.mark.parametrize(
-    "query_heads,kv_heads,ranks", [(8, 4, 2), (8, 2, 4), (8, 1, 8), (4, 4, 4), (6, 2, 1)]
-)
-def test_heads_that_come_evenly_are_cut_as_units(query_heads, kv_heads, ranks):
-    shards = attention_shards(query_heads, kv_heads, ranks)
-    assert [tuple(s.query) for s in shards] == cuts(query_heads, ranks, units=query_heads)
-    assert [tuple(s.kv) for s in shards] == cuts(kv_heads, ranks, units=kv_heads)
+def test_heads_that_come_evenly():
+    assert heads(8, 4, 2) == [(0, 4, 0, 2), (4, 8, 2, 4)]
+    assert heads(8, 2, 4) == [(0, 2, 0, 1), (2, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]
+    assert heads(4, 1, 4) == [(0, 1, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1), (3, 4, 0, 1)]
+    assert heads(6, 2, 1) == [(0, 6, 0, 2)]
 
 
 @pytest.mark.parametrize("ranks", range(1, 13))

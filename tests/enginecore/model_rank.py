@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from collectives import ExpertPlacement, LocalCommunicator, TorchCommunicator
+from collectives import ExpertPlacement, GlooCommunicator, LocalCommunicator
 from model_steps import load, run_stages
 
 
@@ -21,7 +21,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
-    everyone = TorchCommunicator()
+    everyone = GlooCommunicator()
     found = {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         experts = {}

@@ -1,16 +1,25 @@
-"""What an executor makes of what its workers say, with workers that are played."""
+"""An executor over several workers that are played: settings, steps, failures, ends."""
 
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from collectives.ring import RingReader
 from enginecore.config import make_config
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, WorkerDied
-from enginecore.executor.distributed import DistributedExecutor, Ending
+from enginecore.executor.distributed import DistributedExecutor, Ending, RankLocation
+from enginecore.executor.messages import (
+    Failure,
+    Listening,
+    Loaded,
+    Progress,
+    StepDone,
+    WorkerSettings,
+    decode_step,
+)
 from enginecore.executor.step import StepInput, StepOutput
-from enginecore.executor.wire import Failure, Loaded, Progress, StepDone, decode_step
 from enginecore.model_files import ModelFiles
 from steps import decode_only, ids
 
@@ -20,11 +29,14 @@ LOADED = Loaded(10, 2, 64, 100, 320, on_cpu=True)
 class PlayedWorker:
     """A worker that says what a test tells it to."""
 
-    def __init__(self, settings):
-        self.settings = settings
-        self.rank = settings.rank
-        self.pid = 1000 + settings.rank
-        self.ended = self.released = False
+    def __init__(self, rank, location):
+        self.rank = rank
+        self.pid = 1000 + rank
+        self.location = location
+        self.link = self
+        self.settings = None
+        self.sent = []
+        self.connected = self.ended = self.released = False
         self.limit = None
         self.when_heard = lambda: None
         self._said = []
@@ -39,8 +51,17 @@ class PlayedWorker:
     def fileno(self):
         return self._readable
 
+    def send(self, data):
+        if self.settings is None:
+            self.settings = msgspec.json.decode(data, type=WorkerSettings)
+            if self.rank == 0:
+                self.say(Listening("10.0.0.7:29500"))
+        else:
+            self.sent.append(data)
+
     def receive(self):
         os.read(self._readable, 100)
+        self.connected = True
         said, self._said = self._said, []
         self.ended = self._ends
         self.when_heard()
@@ -59,18 +80,14 @@ class PlayedWorker:
 class Stage:
     """An executor over played workers."""
 
-    def __init__(self, ranks, *opening, **options):
+    def __init__(self, ranks, *opening, locations=None, **options):
         """`opening` is what each rank says and whether it ends then."""
-        self.workers = []
-
-        def launch(settings):
-            self.workers += [PlayedWorker(each) for each in settings]
-            for worker, (said, end) in zip(self.workers, opening, strict=True):
-                worker.say(*said, end=end)
-            return self.workers
-
+        locations = locations or [RankLocation("127.0.0.1", rank, ranks) for rank in range(ranks)]
+        self.workers = [PlayedWorker(rank, location) for rank, location in enumerate(locations)]
+        for worker, (said, end) in zip(self.workers, opening, strict=True):
+            worker.say(*said, end=end)
         config = make_config({"model": "m", "device": "cpu", "tensor_parallel_size": ranks, **options})
-        self.executor = DistributedExecutor(config, ModelFiles("m", tmp, {}), launch)
+        self.executor = DistributedExecutor(self.workers, config, ModelFiles("m", tmp, {}))
 
 
 tmp = Path("never-read")
@@ -96,12 +113,34 @@ def test_ranks_and_settings():
     assert [(s.rank, s.local_rank, s.local_size, s.tp, s.pp) for s in settings] == [
         (rank, rank, 4, 4, 1) for rank in range(4)
     ]
-    assert len({s.rendezvous for s in settings}) == len({s.steps for s in settings}) == 1
+    assert len({s.ring for s in settings}) == 1
+    # Rank 0 is to listen, the others are told where.
+    assert [s.rendezvous for s in settings] == ["", *["10.0.0.7:29500"] * 3]
+    assert {s.host for s in settings} == {"127.0.0.1"}
+
+
+def test_ranks_on_two_hosts_are_told_where_steps_come_from():
+    """Rank 0 is on another host, the others are on the core's."""
+    locations = [
+        RankLocation("10.0.0.7", 0, 1, on_core_host=False),
+        RankLocation("10.0.0.1", 0, 2),
+        RankLocation("10.0.0.1", 1, 2),
+    ]
+    stage = Stage(3, READY, READY, READY, locations=locations)
+    far, *near = (worker.settings for worker in stage.workers)
+    assert (far.host, far.ring) == ("10.0.0.7", None)
+    assert all(settings.ring for settings in near)
+    assert [(s.reader, s.local_rank, s.local_size) for s in near] == [(0, 0, 2), (1, 1, 2)]
+    readers = [RingReader(settings.ring, settings.reader) for settings in near]
+    stage.executor.submit(decode_only(3))
+    [sent] = stage.workers[0].sent
+    assert [reader.read(timeout=5) for reader in readers] == [sent, sent]
+    assert decode_step(sent).rows.tolist() == [0, 1, 2]
 
 
 def test_a_step_reaches_every_rank_and_results_come_back():
     stage = Stage(2, READY, READY)
-    readers = [RingReader(worker.settings.steps, worker.rank) for worker in stage.workers]
+    readers = [RingReader(worker.settings.ring, worker.rank) for worker in stage.workers]
     stage.executor.submit(decode_only(3))
     for reader in readers:
         step = decode_step(reader.read(timeout=5))

@@ -22,7 +22,7 @@ from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError, EngineDeadError, ModelError
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
 from enginecore.worker.runner.kv_sizing import cache_size
 from enginecore.worker.worker import agreed_size

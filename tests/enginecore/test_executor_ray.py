@@ -20,7 +20,7 @@ from cores import Ask, message, run, start_core
 from enginecore import AsyncEngine
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError, WorkerDied
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.executor.ray_cluster import rank_order
 from enginecore.model_files import locate
 from executors import Smaller, assert_same, options, ragged_asks

@@ -16,7 +16,7 @@ from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
 from executors import Smaller, assert_same, options, ragged_asks
 

@@ -18,7 +18,7 @@ from checkpoints import (
 from cores import run, start_core
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
 from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.stages import split_layers

@@ -18,7 +18,7 @@ import sys
 from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.core.process import CoreServer
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
 
 config = make_config({"model": sys.argv[1], "num_blocks_override": 8, "tensor_parallel_size": 2})

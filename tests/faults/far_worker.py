@@ -1,10 +1,10 @@
-"""A worker that only a link connects to its core. Settings come as a line on standard input."""
+"""A worker that only a link connects to its core. The link's address comes as a line on standard input."""
 
 import sys
 
 import msgspec
 
-from enginecore.executor.link import serve_link
-from enginecore.executor.wire import WorkerSettings
+from enginecore.executor.messages import LinkSettings
+from enginecore.worker.process import serve_link
 
-sys.exit(serve_link(msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSettings)))
+serve_link(msgspec.json.decode(sys.stdin.buffer.readline(), type=LinkSettings))

@@ -6,7 +6,6 @@ going. What ends it in the end is one more line: the error's kind, text and time
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -18,9 +17,8 @@ import msgspec
 from cores import Ask, run
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import OctavoError
-from enginecore.executor.distributed import DistributedExecutor, Ending
+from enginecore.executor.distributed import DistributedExecutor, Ending, RankLocation
 from enginecore.executor.link import CoreEnd
-from enginecore.executor.placement import Placement, Seat, free_address
 from enginecore.executor.processes import WorkerProcess
 from enginecore.model_files import locate
 from executors import options, ragged_asks
@@ -29,31 +27,19 @@ from executors import options, ragged_asks
 class FarProcess:
     """A worker on the other host: see `WorkerHandle`."""
 
-    def __init__(self, settings, link, prefix):
-        command = [*prefix, sys.executable, Path(__file__).with_name("far_worker.py")]
+    def __init__(self, link, prefix):
         self._process = subprocess.Popen(
-            command,
+            [*prefix, sys.executable, Path(__file__).with_name("far_worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # Gloo prints
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(link.settings) + b"\n")
         self._process.stdin.flush()
-        self.rank, self.pid, self.ended = settings.rank, self._process.pid, False
-        self._link = link
-        self._over = os.pidfd_open(self.pid)
-        self._readable = select.epoll()
-        self._readable.register(link, select.EPOLLIN)
-        self._readable.register(self._over, select.EPOLLIN)
-
-    def fileno(self):
-        return self._readable.fileno()
-
-    def receive(self):
-        said = self._link.receive()
-        self.ended = self._link.ended or self._process.poll() is not None
-        return said
+        self.rank, self.pid, self.link = 1, self._process.pid, link
+        self.location = RankLocation("not used", 0, 1, on_core_host=False)
+        link.watch(os.pidfd_open(self.pid))
 
     def ending(self):
         if self._process.poll() is None:
@@ -62,7 +48,7 @@ class FarProcess:
         return Ending(f"ended with exit status {self._process.returncode}", lines)
 
     def release(self):
-        self._link.close()
+        self.link.close()
 
     def end(self, timeout):
         try:
@@ -73,17 +59,15 @@ class FarProcess:
 
 
 def start(setup):
-    """Return the executor; `setup` has the model, this host's address, the way to the other host, options."""
+    """Return the executor; `setup` has the model, this host's address, the way to the other host, options.
+
+    It also has the address of this host at which rank 0 is to listen for the other rank.
+    """
     config = options(Path(setup["model"]), tensor_parallel_size=2, **setup["options"])
-    link = CoreEnd(setup["address"], config.distributed_timeout_seconds)
-
-    def launch(settings):
-        far = msgspec.structs.replace(settings[1], **setup["far_settings"])
-        return [WorkerProcess(settings[0]), FarProcess(far, link, setup["prefix"])]
-
-    seats = [Seat(0, 1), Seat(0, 1, near=False, link=link)]
-    placement = Placement(seats, free_address(setup["address"]))
-    return DistributedExecutor(config, locate(config.model), launch, placement), config
+    timeout = config.distributed_timeout_seconds
+    near = WorkerProcess(0, RankLocation(setup["rendezvous"], 0, 1), timeout)
+    far = FarProcess(CoreEnd(setup["address"], timeout), setup["prefix"])
+    return DistributedExecutor([near, far], config, locate(config.model)), config
 
 
 def main(setup):

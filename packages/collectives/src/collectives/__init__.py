@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collectives.communicator import Communicator, LocalCommunicator, ReduceOp
     from collectives.experts import Compute, ExpertDispatcher
+    from collectives.gloo import GlooCommunicator
     from collectives.grid import Axis, Coordinates, Grid
     from collectives.layers import (
         ColumnParallelLinear,
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from collectives.sharding import AttentionShard, Shard, attention_shards, padded_shard, shard
     from collectives.shared_group import RankLost
     from collectives.shared_memory import SharedMemoryCommunicator
-    from collectives.torch_communicator import TorchCommunicator
     from collectives.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 _NAMES = {
     "communicator": ("Communicator", "LocalCommunicator", "ReduceOp"),
     "experts": ("Compute", "ExpertDispatcher"),
+    "gloo": ("GlooCommunicator",),
     "grid": ("Axis", "Coordinates", "Grid"),
     "layers": ("ColumnParallelLinear", "Matmul", "ParallelLayer", "ParallelLinear", "RowParallelLinear"),
     "nccl": ("NcclCommunicator", "NcclError"),
@@ -40,7 +41,6 @@ _NAMES = {
     "shared_group": ("RankLost",),
     "shared_memory": ("SharedMemoryCommunicator",),
     "sharding": ("AttentionShard", "Shard", "attention_shards", "padded_shard", "shard"),
-    "torch_communicator": ("TorchCommunicator",),
     "vocabulary": ("ParallelLMHead", "VocabParallelEmbedding"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
@@ -56,6 +56,7 @@ __all__ = [
     "Coordinates",
     "ExpertDispatcher",
     "ExpertPlacement",
+    "GlooCommunicator",
     "Grid",
     "LocalCommunicator",
     "Matmul",
@@ -76,7 +77,6 @@ __all__ = [
     "RowParallelLinear",
     "Shard",
     "SharedMemoryCommunicator",
-    "TorchCommunicator",
     "VocabParallelEmbedding",
     "attention_shards",
     "connect",

@@ -1,4 +1,4 @@
-"""Checks of what a communicator is asked for, all made before anything is sent."""
+"""Checks of the arguments of communicators, made before anything is sent."""
 
 from collections.abc import Sequence
 
@@ -31,14 +31,14 @@ def check_sizes(name: str, sizes: Sequence[int], ranks: int) -> None:
 
 
 def even_sizes(x: Tensor, ranks: int) -> list[int]:
-    """The rows of `x` cut into equal pieces. ValueError when they do not divide."""
+    """Return the sizes of the rows of `x` in equal pieces. ValueError when they do not divide."""
     if x.shape[0] % ranks:
         raise ValueError(f"{x.shape[0]} rows cannot be cut evenly for {ranks} ranks; give the sizes")
     return [x.shape[0] // ranks] * ranks
 
 
 def gather_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, rank: int, ranks: int) -> Sequence[int]:
-    """Every rank's length along `dim` in an all_gather to which this one brings `x`."""
+    """Return every rank's length along `dim` in an all_gather of `x`."""
     if sizes is None:
         return [x.shape[dim]] * ranks
     check_sizes("sizes", sizes, ranks)
@@ -48,7 +48,7 @@ def gather_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, rank: int, ra
 
 
 def scatter_sizes(x: Tensor, sizes: Sequence[int] | None, ranks: int) -> Sequence[int]:
-    """Every rank's rows of the sum in a reduce_scatter of `x`."""
+    """Return every rank's number of rows in a reduce_scatter of `x`."""
     if sizes is None:
         return even_sizes(x, ranks)
     check_sizes("sizes", sizes, ranks)
@@ -60,7 +60,7 @@ def scatter_sizes(x: Tensor, sizes: Sequence[int] | None, ranks: int) -> Sequenc
 def exchange_sizes(
     x: Tensor, send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None, ranks: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The rows that go to and come from each rank in an all_to_all of `x`."""
+    """Return the numbers of rows that go to and come from each rank in an all_to_all of `x`."""
     if (send_sizes is None) != (recv_sizes is None):
         raise ValueError("all_to_all needs both send_sizes and recv_sizes, or neither")
     if send_sizes is None or recv_sizes is None:
@@ -74,7 +74,7 @@ def exchange_sizes(
 
 
 def resized(x: Tensor, dim: int, length: int) -> list[int]:
-    """The shape of `x` with `length` at `dim`."""
+    """Return the shape of `x` with `length` at `dim`."""
     shape = list(x.shape)
     shape[dim] = length
     return shape

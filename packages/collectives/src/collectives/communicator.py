@@ -1,24 +1,35 @@
-"""What ranks say to each other, and the way of saying it alone."""
+"""The interface of communicators, the checks that its implementations share, and the group of one rank."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
-from collectives.arguments import check_out
+from collectives.arguments import (
+    check_contiguous,
+    check_out,
+    check_peer,
+    check_rank,
+    exchange_sizes,
+    gather_sizes,
+    resized,
+    scatter_sizes,
+)
 
 ReduceOp = Literal["sum", "max", "min"]
+_OPS = get_args(ReduceOp)
 
 
 class Communicator(Protocol):
     """Collective operations among `size` ranks, of which this process is number `rank`.
 
     Every rank of the group makes the same calls in the same order, with the same dtypes and, where not
-    said otherwise, the same shapes; nobody checks this across ranks, as that would be a collective itself.
-    Sizes of uneven pieces are therefore passed in by callers, who know them, and any may be 0.
+    said otherwise, the same shapes. This is not checked across ranks, which would take a collective itself:
+    callers pass in the sizes of uneven pieces, any of which may be 0.
 
-    `all_reduce`, `broadcast`, `reduce` and `recv` write into their argument, which must be contiguous, and
-    return it. A result of the others may share memory with the argument.
+    `all_reduce`, `broadcast` and `recv` write into their argument, which must be contiguous, and return it.
+    A result of the others may share memory with the argument.
     """
 
     @property
@@ -51,11 +62,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `x` [...] with that of rank `src`."""
-        ...
-
-    def reduce(self, x: Tensor, dst: int = 0, op: ReduceOp = "sum") -> Tensor:
-        """Reduce `x` [...] into rank `dst`; on the other ranks the contents of `x` are lost."""
+        """Overwrite `x` [...] on every rank with the `x` of rank `src`."""
         ...
 
     def all_to_all(
@@ -74,7 +81,7 @@ class Communicator(Protocol):
         ...
 
     def recv(self, x: Tensor, src: int) -> Tensor:
-        """Fill `x` [...] with what another rank sends; shape and dtype must be those of the sent tensor."""
+        """Receive from another rank into `x` [...], which has the shape and dtype of the sent tensor."""
         ...
 
     def barrier(self) -> None:
@@ -82,8 +89,89 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the communicator holds; it cannot be used again. Other ranks are not waited for."""
+        """Release the communicator's resources, without waiting for other ranks; it cannot be used again."""
         ...
+
+
+class CheckedCommunicator(ABC):
+    """A communicator that checks arguments before anything is sent, and leaves the sending to subclasses.
+
+    ValueError for shapes, sizes and ranks that do not fit; `_check` says which tensors cannot be carried.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        self._check_in_place(x)
+        if op not in _OPS:
+            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+        self._all_reduce(x, op)
+        return x
+
+    def all_gather(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        self._check(x)
+        sizes = gather_sizes(x, dim, sizes, self.rank, self.size)
+        if out is not None:
+            check_out(out, x, resized(x, dim, sum(sizes)))
+        return self._all_gather(x, dim, sizes, out)
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        self._check(x)
+        return self._reduce_scatter(x, scatter_sizes(x, sizes, self.size))
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        self._check_in_place(x)
+        check_rank(src, self.size)
+        self._broadcast(x, src)
+        return x
+
+    def all_to_all(
+        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        self._check(x)
+        return self._all_to_all(x, *exchange_sizes(x, send_sizes, recv_sizes, self.size))
+
+    def send(self, x: Tensor, dst: int) -> None:
+        self._check(x)
+        check_peer(dst, self.rank, self.size)
+        self._send(x.contiguous(), dst)
+
+    def recv(self, x: Tensor, src: int) -> Tensor:
+        self._check_in_place(x)
+        check_peer(src, self.rank, self.size)
+        self._recv(x, src)
+        return x
+
+    def _check_in_place(self, x: Tensor) -> None:
+        self._check(x)
+        check_contiguous(x)
+
+    @abstractmethod
+    def _check(self, x: Tensor) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _send(self, x: Tensor, dst: int) -> None: ...
+
+    @abstractmethod
+    def _recv(self, x: Tensor, src: int) -> None: ...
 
 
 class LocalCommunicator:
@@ -107,9 +195,6 @@ class LocalCommunicator:
         return x
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        return x
-
-    def reduce(self, x: Tensor, dst: int = 0, op: ReduceOp = "sum") -> Tensor:
         return x
 
     def all_to_all(

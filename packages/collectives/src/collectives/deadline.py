@@ -1,4 +1,4 @@
-"""A deadline for calls that block in C and have none, or one that does not always work."""
+"""A timeout for calls that block in C code and have none, or one that does not always work."""
 
 import threading
 from collections.abc import Callable
@@ -10,8 +10,8 @@ Result = TypeVar("Result")
 def call_within(seconds: float, what: str, function: Callable[[], Result]) -> Result:
     """Return `function()`, or raise what it raises, or TimeoutError after `seconds`.
 
-    It runs on a thread of its own. After a timeout that thread goes on waiting; it does not keep the process
-    from ending, but what it works on must not be used again.
+    It runs on a daemon thread. After a timeout that thread goes on waiting: the process can end, but the
+    objects that `function` uses must not be used again.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

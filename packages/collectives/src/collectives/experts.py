@@ -1,4 +1,4 @@
-"""Experts spread over ranks: how tokens get to them and back."""
+"""Expert parallelism: dispatch tokens to experts on all ranks, and combine the results."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,14 +14,14 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Routing(NamedTuple):
-    """Where the rows of a rank's tokens go: [tokens * k] rows, token by token."""
+    """The destination of a rank's [tokens * k] rows, which are in the order of tokens."""
 
-    order: Tensor  # the rows sorted by rank and place on it
-    counts: Tensor  # [physical experts] int64
+    order: Tensor  # indices of the rows, sorted by rank and by expert on it
+    counts: Tensor  # [copies of experts] int64: rows for each
 
 
 class ExpertDispatcher:
-    """Takes each token to its experts, on whatever ranks they are, and brings the results back.
+    """Dispatches tokens to their experts by all_to_all, and combines the results.
 
     `loads` [num_experts] int64 counts the tokens that this rank sent to each expert since `reset_loads`. It
     is on the device, and reading it waits for the device.
@@ -51,7 +51,7 @@ class ExpertDispatcher:
         self.loads = torch.zeros(placement.num_experts, dtype=torch.int64, device=device)
 
     def reset_loads(self) -> None:
-        """Start counting anew."""
+        """Set `loads` to zero."""
         self.loads.zero_()
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
@@ -91,7 +91,7 @@ class ExpertDispatcher:
         return _Routing(physical.argsort(stable=True), counts)
 
     def _exchange(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
-        """Have every rank compute its experts on the rows of all: [n, hidden], in the order of `rows`."""
+        """Compute rows [n, hidden] on the ranks of their experts; return results in the order of `rows`."""
         size, held = self.comm.size, self._held[self.comm.rank]
         incoming = self.comm.all_to_all(counts, self._held, [held] * size).view(size, held)
         outgoing = counts.new_zeros(size).index_add_(0, self._rank_of, counts)
@@ -108,7 +108,7 @@ class ExpertDispatcher:
 
 
 def _run(compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
-    """`compute` on rows [n, hidden] of which each local expert has `counts` [held]."""
+    """Call `compute` on rows [n, hidden], sorted by local expert, `counts` [held] for each."""
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     results = compute(rows, starts)
     if results.shape != rows.shape:
@@ -119,7 +119,7 @@ def _run(compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
-    """[tokens, k, hidden], [tokens, k] -> [tokens, hidden] float32, added in the order of k."""
+    """Combine [tokens, k, hidden] by weights [tokens, k] into [tokens, hidden] float32, in the order of k."""
     total = results.new_zeros(results.shape[0], results.shape[2], dtype=torch.float32)
     for choice in range(results.shape[1]):
         total += results[:, choice] * weights[:, choice, None].float()

@@ -1,4 +1,4 @@
-"""How the ranks of a job are laid out over data, pipeline and tensor parallelism."""
+"""The layout of ranks over data, pipeline and tensor parallelism."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,7 +7,7 @@ Axis = Literal["dp", "pp", "tp", "ep"]
 
 
 class Coordinates(NamedTuple):
-    """A rank's place along each axis of a grid."""
+    """The coordinates of a rank on each axis of a grid."""
 
     dp: int
     pp: int
@@ -18,9 +18,9 @@ class Coordinates(NamedTuple):
 class Grid:
     """`dp` × `pp` × `tp` ranks; tp varies fastest, then pp, then dp.
 
-    Neighbouring ranks share a tp group, because tensor parallelism talks most and neighbours are
-    most often on one host. Experts are spread over all ranks that hold the same layers: an ep group
-    is dp × tp for one pipeline stage.
+    Adjacent ranks share a tp group, because tensor parallelism communicates most and adjacent ranks are most
+    often on one host. Experts are spread over all ranks that hold the same layers: an ep group is dp × tp for
+    one pipeline stage.
 
     Raises ValueError when an axis is less than 1.
     """
@@ -45,21 +45,21 @@ class Grid:
         return self.dp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` sits. ValueError when it is not in the grid."""
+        """Return the coordinates of `rank`. ValueError when it is not in the grid."""
         self._check_inside("rank", rank, self.size)
         return Coordinates(rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp)
 
     def rank(self, dp: int = 0, pp: int = 0, tp: int = 0) -> int:
-        """The rank at these coordinates. ValueError when they are not in the grid."""
+        """Return the rank at these coordinates. ValueError when they are not in the grid."""
         self._check_inside("dp", dp, self.dp)
         self._check_inside("pp", pp, self.pp)
         self._check_inside("tp", tp, self.tp)
         return (dp * self.pp + pp) * self.tp + tp
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups along `axis`: every rank of the grid is in exactly one, and each is ascending.
+        """Return all groups along `axis`, each ascending: every rank of the grid is in exactly one.
 
-        A rank's place in its group is its coordinate on that axis; in an ep group it is dp * tp_size + tp.
+        A rank's index in its group is its coordinate on that axis; in an ep group it is dp * tp_size + tp.
         """
         dp, pp, tp = range(self.dp), range(self.pp), range(self.tp)
         match axis:
@@ -75,7 +75,7 @@ class Grid:
                 raise ValueError(f"axis must be dp, pp, tp or ep, got {axis!r}")
 
     def group(self, axis: Axis, rank: int) -> list[int]:
-        """The group along `axis` that holds `rank`."""
+        """Return the group along `axis` that contains `rank`."""
         self.coordinates(rank)
         return next(group for group in self.groups(axis) if rank in group)
 

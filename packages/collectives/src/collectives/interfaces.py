@@ -1,4 +1,4 @@
-"""Which network interface leads to an address (Linux)."""
+"""Find the network interface that leads to an address, for gloo (Linux)."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of this host from which it reaches `host`, by its routes. OSError when there is none."""
+    """Return the address from which this host reaches `host`, by its routes. OSError without a route."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # of a datagram socket: looks up the route, sends nothing
@@ -21,7 +21,7 @@ def local_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has `address`. LookupError when none has it as its first address."""
+    """Return the name of the interface whose first address is `address`. LookupError when none is."""
     for _, name in socket.if_nameindex():
         if address in _addresses(name):
             return name
@@ -30,9 +30,9 @@ def interface_of(address: str) -> str:
 
 @contextmanager
 def gloo_interface(host: str, port: int) -> Generator[None, None, None]:
-    """Have gloo use the interface that leads to `host`, unless GLOO_SOCKET_IFNAME says which.
+    """Make gloo use the interface that leads to `host`, unless GLOO_SOCKET_IFNAME names one.
 
-    Left to itself, gloo takes what the host's own name resolves to, which is often the loopback.
+    By default gloo takes the interface of the host's own name, which is often the loopback.
     """
     if _GLOO_VARIABLE in os.environ or sys.platform != "linux":
         yield

@@ -1,4 +1,4 @@
-"""Which ranks hold which experts."""
+"""Expert placement: the experts that each rank holds."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from collectives.sharding import shard
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Which experts each rank holds, by id from 0, in the order in which it holds them.
+    """The ids, from 0, of the experts that each rank holds, in the order of its weights.
 
     An expert may have copies on several ranks, but not two on one. Ranks may hold different numbers.
 
@@ -36,19 +36,19 @@ class ExpertPlacement:
 
     @classmethod
     def even(cls, num_experts: int, ranks: int) -> "ExpertPlacement":
-        """One copy of each, in order, cut as evenly as they come: the first ranks may hold one more."""
+        """Place one copy of each, in order, as evenly as they come: the first ranks may hold one more."""
         cuts = [shard(num_experts, ranks, rank) for rank in range(ranks)]
         return cls(num_experts, tuple(tuple(range(cut.start, cut.stop)) for cut in cuts))
 
     @classmethod
     def balanced(cls, loads: Sequence[float], ranks: int, redundant: int = 0) -> "ExpertPlacement":
-        """Place experts of measured `loads`, and `redundant` copies more, so that no rank has much to do.
+        """Place experts of measured `loads`, with `redundant` further copies, to balance the ranks' loads.
 
-        A copy at a time goes to the expert with most load on each of its copies; then the copies are put on
-        ranks, heaviest first, each where the load is least and there is room, and at last exchanged for as
-        long as that helps the busiest rank. Every rank holds equally many, or one more than others when they
-        do not divide. This is the idea of DeepSeek-V3's expert load
-        balancing (arXiv 2412.19437, section 3.4), without its groups of experts and nodes.
+        Each further copy goes to the expert with most load per copy. Then the copies are placed greedily,
+        heaviest first, on the least loaded rank with room, and exchanged as long as that lowers the load of
+        the busiest rank. Every rank holds equally many, or one more than others when they do not divide.
+        The algorithm follows DeepSeek-V3's expert load balancing (arXiv 2412.19437, section 3.4), without its
+        groups of experts and nodes.
 
         Raises ValueError when a load is negative, NaN or infinite, or not every copy can have a rank of its
         own.
@@ -67,13 +67,8 @@ class ExpertPlacement:
         return cls(len(loads), tuple(tuple(sorted(experts)) for experts in held))
 
     def local(self, rank: int) -> tuple[int, ...]:
-        """The experts of one rank, in the order of its weights."""
+        """Return the experts of one rank, in the order of its weights."""
         return self.ranks[rank]
-
-    @property
-    def num_physical(self) -> int:
-        """The number of experts with all their copies."""
-        return sum(map(len, self.ranks))
 
 
 def load_placements(path: str | Path) -> tuple[ExpertPlacement, ...]:
@@ -129,7 +124,7 @@ def _check_alike(placements: Sequence[ExpertPlacement]) -> None:
 
 
 def _copies(loads: Sequence[float], ranks: int, redundant: int) -> list[int]:
-    """How many copies each expert gets."""
+    """Return the number of copies of each expert."""
     experts = len(loads)
     if redundant < 0 or experts + redundant > experts * ranks:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How the processes of a grid meet, and get their communicators."""
+"""Rendezvous of the processes of a grid, and creation of their communicators."""
 
 import socket
 import time
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from collectives.communicator import Communicator, LocalCommunicator
 from collectives.deadline import call_within
+from collectives.gloo import GlooCommunicator
 from collectives.grid import Grid
 from collectives.interfaces import gloo_interface
 from collectives.nccl import NcclCommunicator
 from collectives.shared_memory import SharedMemoryCommunicator
-from collectives.torch_communicator import TorchCommunicator
 
 Backend = Literal["gloo", "nccl"]
 
@@ -24,11 +24,11 @@ _RETRY_S = 0.05
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not all meet in time, or do not agree on what they are."""
+    """The ranks did not all arrive in time, or came for different grids or backends."""
 
 
 class Communicators(NamedTuple):
-    """A rank's communicator with all ranks, and with its group along three axes of a grid.
+    """A rank's communicators: with all ranks, and with its group along three axes of a grid.
 
     A group of one rank is a LocalCommunicator. Groups of the same ranks are one communicator.
     """
@@ -46,18 +46,25 @@ class Communicators(NamedTuple):
 
 
 def make_communicators(
-    grid: Grid, rank: int, *, address: str, backend: Backend, timeout: float
+    grid: Grid,
+    rank: int,
+    *,
+    address: str,
+    backend: Backend,
+    timeout: float,
+    listener: socket.socket | None = None,
 ) -> Communicators:
-    """Meet the other ranks of `grid` at `address`, and make the communicators of `rank`.
+    """Meet the other ranks of `grid` at `address`, and return the communicators of `rank`.
 
     Every rank calls this with the same grid, address and backend. `address` is "host:port" ("[host]:port" for
-    IPv6): rank 0 listens there, on that host's address only, and the others may come first. "gloo" carries
+    IPv6): rank 0 listens there, on that host's address only, and the others may come first. `listener` is a
+    socket of rank 0 that listens at `address` already, such as on a free port, and is used up. "gloo" carries
     CPU tensors: groups on one host use memory that they share, others gloo's over the interface that leads to
     `address` unless GLOO_SOCKET_IFNAME names one; these are groups of torch.distributed, which nobody else
     may have initialised. "nccl" carries tensors of the CUDA device that is current on this thread.
 
-    `timeout` is in seconds: for the meeting, for each group that is made after it, and later for each
-    operation of "gloo". A grid of one rank meets nobody and looks at no address.
+    `timeout` is in seconds: for the rendezvous, for the creation of each group, and later for each operation
+    of "gloo". A grid of one rank ignores the address.
 
     Raises ValueError for arguments that cannot be, and RendezvousError when a rank does not arrive in time
     (the error names it), when the address cannot be reached or listened on, or when the ranks disagree.
@@ -71,7 +78,7 @@ def make_communicators(
     if backend == "gloo" and dist.is_initialized():
         raise RendezvousError("torch.distributed is initialised in this process already; destroy that first")
 
-    store = connect(rank, grid.size, address, timeout, purpose=f"{grid} over {backend}")
+    store = connect(rank, grid.size, address, timeout, f"{grid} over {backend}", listener)
     try:
         if backend == "nccl":
             return _nccl_groups(store, grid, rank, timeout)
@@ -86,16 +93,24 @@ def make_communicators(
         ) from error
 
 
-def connect(rank: int, size: int, address: str, timeout: float, purpose: str = "") -> dist.Store:
+def connect(
+    rank: int,
+    size: int,
+    address: str,
+    timeout: float,
+    purpose: str = "",
+    listener: socket.socket | None = None,
+) -> dist.Store:
     """Meet `size` ranks at `address`, where rank 0 listens, and return the store that they share.
 
     The store lives in the process of rank 0, for as long as that holds on to it. `purpose` is what the ranks
-    must agree on. Errors are those of `make_communicators`.
+    must agree on. `listener` and errors are those of `make_communicators`.
     """
     host, port = _split(address)
     end = time.monotonic() + timeout
-    listener = _listen(host, port) if rank == 0 else None
-    if listener is None:
+    if rank == 0:
+        listener = listener or _listen(host, port)
+    else:
         _await_listener(rank, host, port, timeout)
 
     def open_store() -> dist.Store:
@@ -146,7 +161,7 @@ def _await_listener(rank: int, host: str, port: int, timeout: float) -> None:
 def _check_in(
     store: dist.Store, rank: int, size: int, address: str, left: float, timeout: float, purpose: str
 ) -> None:
-    """Wait until every rank has come, and see that all came for the same."""
+    """Wait until every rank has arrived, and check that all came for the same purpose."""
     keys = [f"arrived/{other}" for other in range(size)]
     try:
         store.set(keys[rank], purpose)
@@ -177,8 +192,8 @@ def _gloo_groups(store: dist.Store, grid: Grid, rank: int, address: str, timeout
 
     def make(ranks: Sequence[int]) -> Communicator:
         if len(ranks) == grid.size:
-            return TorchCommunicator() if world is None else world
-        return share(ranks) or TorchCommunicator(
+            return GlooCommunicator() if world is None else world
+        return share(ranks) or GlooCommunicator(
             dist.new_group(list(ranks), limit, "gloo", use_local_synchronization=True)
         )
 

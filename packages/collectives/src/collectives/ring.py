@@ -1,4 +1,4 @@
-"""One process tells many: a ring of bytes in shared memory, with a position of its own for each reader.
+"""Broadcast from one process to others of a host: a byte ring in shared memory, with a position per reader.
 
 The writer copies a message in once, and each reader copies it out once; see `ring_memory` for the layout.
 """
@@ -34,9 +34,9 @@ __all__ = ["PeerDied", "RingBroadcast", "RingClosed", "RingError", "RingReader",
 class RingBroadcast:
     """The writing end of a ring for a fixed number of readers on the same host.
 
-    Every reader gets every message, whole and in order. A reader that lags holds the writer up once the ring
-    is full, and nothing is ever dropped. The memory has no name in any file system: it is gone when the last
-    process that uses it is, however that ends, and the size of /dev/shm is no limit. One thread at a time.
+    Every reader gets every message, whole and in order: a full ring blocks the writer until the slowest
+    reader has caught up. The memory is a memfd: it is freed with the last process that maps it, however that
+    ends, and does not count against /dev/shm. One thread at a time.
     """
 
     def __init__(self, readers: int, capacity: int = 16 << 20) -> None:
@@ -61,20 +61,20 @@ class RingBroadcast:
         HEAD.pack_into(memory, 0, MAGIC, readers, capacity, os.getpid())
         self._peers: dict[int, Peer] = {}
         self._behind = [0] * readers
-        """Milestones that each reader has passed."""
+        """Number of milestones that each reader has passed."""
         self._milestones: deque[int] = deque()
-        """Where the milestones end that not all have passed."""
+        """Positions of the milestones that some reader has not passed."""
         self._all_passed = 0
         self._head = self._tail = self._last_milestone = self._frames = self._arrived = 0
         self._torn = self._closed = False
 
     @property
     def address(self) -> str:
-        """What a `RingReader` is made with, by a process of the same user, while this one holds the ring."""
+        """The argument of a `RingReader` in a process of the same user, valid while this ring is open."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def wait_for_readers(self, timeout: float | None = None) -> None:
-        """Return when every reader is there. RingTimeout names those that are not after `timeout` seconds."""
+        """Wait until every reader has attached. RingTimeout names those missing after `timeout` seconds."""
         deadline = Deadline(timeout)
         while self._arrived < len(self._behind):
             if self._attached.wait(deadline.glance):
@@ -86,10 +86,10 @@ class RingBroadcast:
                 raise RingTimeout(f"readers {absent} did not come to the ring within {deadline.timeout:g} s")
 
     def write(self, message: bytes | bytearray | memoryview, timeout: float | None = None) -> None:
-        """Send a message, of any length, to every reader; it waits where the ring is full.
+        """Send a message of any length to every reader, waiting while the ring is full.
 
         Raises:
-            RingTimeout: there was no room within `timeout` seconds; it names the slowest reader.
+            RingTimeout: there was no room within `timeout` seconds; the message names the slowest reader.
             PeerDied: there is no room, and a reader that should have made some has ended or left.
             RingError: the ring is closed, or an error cut an earlier message off after its first part.
         """
@@ -110,7 +110,7 @@ class RingBroadcast:
                 return
 
     def close(self) -> None:
-        """Let the readers have what is written, then RingClosed; give the memory back."""
+        """Close: readers get what is written, then RingClosed. Unmaps the memory."""
         if self._closed:
             return
         self._closed = True
@@ -159,7 +159,7 @@ class RingBroadcast:
                 )
 
     def _count_passed(self) -> int:
-        """Give up what every reader has passed, and return the slowest reader."""
+        """Free the space that every reader has passed, and return the slowest reader."""
         for reader, passed in enumerate(self._passed):
             while passed.try_wait():
                 self._behind[reader] += 1
@@ -190,10 +190,10 @@ class RingReader:
     """One reader's end of a `RingBroadcast`. One thread at a time."""
 
     def __init__(self, address: str, reader: int) -> None:
-        """Take the place of reader number `reader`.
+        """Attach as reader number `reader`.
 
         Raises FileNotFoundError when there is nothing at `address`, ValueError when it is no ring, has no
-        such reader, or another has its place.
+        such reader, or that reader is attached already.
         """
         descriptor = os.open(address, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -242,7 +242,7 @@ class RingReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Leave; the writer gets PeerDied once it would have to wait for this reader."""
+        """Detach; the writer gets PeerDied once it would have to wait for this reader."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""What the two ends of a ring share: how its memory is laid out, and how they mind each other.
+"""Memory layout of a ring, its errors, and checks of whether the other process is alive.
 
     [ head | a line of state and two semaphores for each reader | ring of `capacity` bytes ]
 
@@ -8,8 +8,8 @@ of the ring and on at its start. A message longer than a quarter of the ring tra
 
 For each reader, `filled` counts frames it has not read and `passed` counts milestones behind it, of which
 there is one in every sixteenth of the ring, so that a writer who waits for room does not wake for every
-frame. The two are all that tells one side of the other, so that neither looks at memory that the other
-still writes: see `Semaphore` for why that holds on every processor.
+frame. These semaphores are the only synchronisation: neither side reads memory that the other may still be
+writing, on every processor (see `Semaphore`).
 """
 
 import contextlib
@@ -25,15 +25,15 @@ MAGIC = 0x4F435441564F5231
 HEAD = struct.Struct("=QQQQ")
 """Magic number, readers, capacity, writer's process id."""
 CLOSED_AT = 32
-"""Where the head says at which frame the writer closed; `OPEN` before."""
+"""Offset in the head of the frame number at which the writer closed; `OPEN` before that."""
 WORD = struct.Struct("=q")
 OPEN = -1
 LEFT = -1
-"""In the place of a reader's process id: it has left."""
+"""Value of a reader's process id once it has left."""
 FRAME = struct.Struct("=IIQ")
 
 _GLANCE = 0.1
-"""Seconds between looks at whether the other side still lives, while waiting for it."""
+"""Seconds between checks of whether the other process is alive, while waiting for it."""
 
 
 class RingError(RuntimeError):
@@ -49,7 +49,7 @@ class RingClosed(RingError):
 
 
 class RingTimeout(RingError, TimeoutError):
-    """The other end did not do its part in time; the message names it."""
+    """The other end did not write or read in time; the message names it."""
 
 
 class Layout:
@@ -71,7 +71,7 @@ class Layout:
 
 
 class Peer:
-    """Another process, told from any later one with the same number."""
+    """Another process, by a pidfd: a later process with the same id is not mistaken for it."""
 
     def __init__(self, pid: int) -> None:
         self._ended = select.poll()
@@ -91,7 +91,7 @@ class Peer:
 
 
 class Deadline:
-    """When to give up, `timeout` seconds from now; never if it is None."""
+    """A point in time `timeout` seconds from now; never if that is None."""
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
@@ -99,7 +99,7 @@ class Deadline:
 
     @property
     def glance(self) -> float:
-        """Seconds to wait before the next look at the other side."""
+        """Seconds to wait before the next check of the other process."""
         return min(_GLANCE, self._end - time.monotonic())
 
     @property
@@ -108,16 +108,16 @@ class Deadline:
 
 
 def frame_size(length: int) -> int:
-    """Bytes that a frame of `length` bytes takes."""
+    """Return the size in the ring of a frame of `length` bytes."""
     return FRAME.size + padded(length)
 
 
 def padded(length: int) -> int:
-    """`length` rounded up so that the next header never goes over the ring's end."""
+    """Return `length` rounded up so that no header wraps around the ring's end."""
     return -(-length // FRAME.size) * FRAME.size
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Give memory back: now, or when the traceback of an error no longer holds a semaphore in it."""
+    """Unmap memory: now, or once no traceback of an error refers to a semaphore in it."""
     with contextlib.suppress(BufferError):
         memory.close()

@@ -22,11 +22,11 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphore:
-    """A counter that any process with the memory mapped may raise, and wait for.
+    """A counting semaphore (sem_t) shared by all processes that map the memory.
 
     POSIX lists sem_post and the calls that wait among those that synchronise memory (Base Definitions, 4.12):
-    all that a process wrote before it raised the counter is seen by the one that lowered it, on processors
-    that order stores as they come (x86) and on those that do not (ARM). Linux only.
+    all that a process wrote before `post` is seen by the one whose wait that ends, on processors with strong
+    (x86) and weak (ARM) ordering of stores. Linux only.
     """
 
     __slots__ = ("_memory",)
@@ -38,16 +38,16 @@ class Semaphore:
             raise _error("sem_init")
 
     def post(self) -> None:
-        """Raise the counter, and wake one that waits for it."""
+        """Increment the counter, and wake one waiter."""
         if _quick.sem_post(self._memory):
             raise _error("sem_post")
 
     def try_wait(self) -> bool:
-        """Lower the counter if it is above 0, and return whether it was."""
+        """Decrement the counter if it is above 0; return whether it was."""
         return _quick.sem_trywait(self._memory) == 0
 
     def wait(self, seconds: float) -> bool:
-        """Lower the counter, waiting up to `seconds` for it to be above 0; return whether it was.
+        """Decrement the counter, waiting up to `seconds` for it to be above 0; return whether it was.
 
         A signal's Python handler runs during the wait, and may end it by raising.
         """

@@ -1,12 +1,12 @@
-"""Memory that the ranks of a group on one host share, and how each waits for what another wrote there.
+"""Shared memory of a group of ranks on one host, and its synchronisation.
 
     [ head | each rank's process id | semaphores for each pair of ranks | slots | channels ]
 
-A rank has two slots, which all read, for what everybody is to get, and to each other rank a channel of two
-buffers, for what one is to get. All are `CHUNK` bytes. Pages that are never written take no memory.
+Each rank has two slots, which all ranks read (collectives), and to each other rank a channel of two buffers
+(point to point). Slots and buffers are `CHUNK` bytes. Pages that are never written take no memory.
 
-Slots are used in turn, one each round: see `meet` for why two are enough. A semaphore for each pair tells who
-is waited for, and orders memory on every processor; see `Semaphore`.
+Slots are used in turn, one each round: see `meet` for why two are enough. There is a semaphore for each pair,
+so that a wait names the rank waited for; they order memory on every processor, see `Semaphore`.
 """
 
 import mmap
@@ -20,20 +20,20 @@ from collectives.ring_memory import LEFT, WORD, Deadline, Peer, unmap
 from collectives.semaphore import SLOT, Semaphore
 
 CHUNK = 1 << 19
-"""Bytes that go at once: a few fit the cache of a core together."""
+"""Bytes of a piece: a few fit the cache of a core together."""
 
 _MAGIC = 0x4F435441564F5348
 _HEAD = struct.Struct("=QQ")
 """Magic number and number of ranks."""
 _MET, _FILLED, _EMPTY = range(3)
-"""The semaphores of a pair: a round was reached, a buffer of the channel was filled, and emptied."""
+"""Kinds of semaphores of a pair: round reached, channel buffer filled, channel buffer emptied."""
 _SPINS = 60
-"""Tries before sleeping, some ten µs: ranks that do equal work come that close to each other. Between tries
-the processor is offered to others."""
+"""Tries before sleeping, some ten µs, about the skew of ranks with equal work; between them the thread yields
+its processor."""
 
 
 class RankLost(RuntimeError):
-    """Another rank of the group has ended, has left, or did not come in time; the message names it."""
+    """Another rank of the group has ended, has left, or did not arrive in time; the message names it."""
 
 
 class _Layout:
@@ -60,7 +60,7 @@ class _Layout:
 
 
 def allocate(ranks: int) -> int:
-    """Return a descriptor of memory for a group. It has no name, and goes with the last that has it."""
+    """Return the descriptor of a memfd for a group, freed with the last process that holds it."""
     layout = _Layout(ranks)
     descriptor = os.memfd_create("group")
     os.ftruncate(descriptor, layout.size)
@@ -78,14 +78,14 @@ def allocate(ranks: int) -> int:
 
 
 class SharedGroup:
-    """One rank's end of the memory. One thread at a time.
+    """One rank's view of the shared memory. One thread at a time.
 
-    Whatever waits raises RankLost for a rank that has ended or left, or did not come within the timeout; the
-    group cannot be used afterwards.
+    Methods that wait raise RankLost for a rank that has ended or left, or did not arrive within the timeout;
+    the group cannot be used afterwards.
     """
 
     def __init__(self, descriptor: int, rank: int, size: int, timeout: float) -> None:
-        """Map the memory; nobody is waited for. When all have done so, and before any other call, `watch`.
+        """Map the memory, without waiting. Call `watch` once all ranks have done so, before any other method.
 
         Raises ValueError when the memory is not that of a group of `size`.
         """
@@ -101,7 +101,7 @@ class SharedGroup:
         self._turn = 0
         self._outgoing = [0] * size
         self._incoming = [0] * size
-        """The buffer of each channel whose turn it is."""
+        """Index of the next buffer of each channel."""
         others = [other for other in range(size) if other != rank]
         self._others = others
         self._tell = [self._semaphore(_MET, rank, other) for other in others]
@@ -117,7 +117,7 @@ class SharedGroup:
         WORD.pack_into(memory, layout.pid(rank), os.getpid())
 
     def watch(self) -> None:
-        """Take hold of the other processes, which have all come, so that no later one is taken for them."""
+        """Open pidfds of the other ranks' processes, by which their ends are noticed."""
         for other in self._others:
             (pid,) = WORD.unpack_from(self._memory, self._layout.pid(other))
             self._peers[other] = Peer(pid)
@@ -133,10 +133,10 @@ class SharedGroup:
         return found[self._turn]
 
     def meet(self) -> None:
-        """Return when all have called it, and what they wrote into their slots can be read; end the round.
+        """Barrier that ends a round: afterwards every rank's slot of the round can be read.
 
-        Whoever comes here has read all that it will read of the round before. So when all have come, the
-        slots of that round, whose turn is next, can be written again.
+        A rank that arrives has finished reading the slots of the round before. So once all have arrived,
+        those slots, which are the next in turn, can be written again.
         """
         for semaphore in self._tell:
             semaphore.post()
@@ -145,7 +145,7 @@ class SharedGroup:
         self._turn ^= 1
 
     def put(self, target: int, data: Tensor) -> None:
-        """Give `data` [at most CHUNK] uint8 to another rank; it waits while both buffers are full."""
+        """Send `data` [at most CHUNK] uint8 to another rank, waiting while both buffers are full."""
         self._await(self._to_fill[target], target)
         turn = self._outgoing[target]
         self._buffer(self._layout.channel(turn, self.rank, target), len(data)).copy_(data)
@@ -153,7 +153,7 @@ class SharedGroup:
         self._filled[target].post()
 
     def take(self, source: int, data: Tensor) -> None:
-        """Wait for what another rank gives, and copy it into `data` [at most CHUNK] uint8."""
+        """Receive into `data` [at most CHUNK] uint8 from another rank, waiting for it."""
         self._await(self._to_empty[source], source)
         turn = self._incoming[source]
         data.copy_(self._buffer(self._layout.channel(turn, source, self.rank), len(data)))
@@ -161,7 +161,7 @@ class SharedGroup:
         self._emptied[source].post()
 
     def close(self) -> None:
-        """Leave, which those that wait for this rank notice."""
+        """Leave the group: ranks that wait for this one raise RankLost."""
         if self._closed:
             return
         self._closed = True
@@ -199,7 +199,7 @@ class SharedGroup:
                 raise self._lost
 
     def _gone(self, other: int) -> str:
-        """Why the rank will not come any more; nothing if it may."""
+        """Return why the rank can no longer arrive, or nothing if it can."""
         (pid,) = WORD.unpack_from(self._memory, self._layout.pid(other))
         if pid == LEFT:
             return "has left the group"

@@ -1,4 +1,4 @@
-"""A communicator for ranks on one host, through memory that they share."""
+"""A communicator over shared memory, for ranks on one host."""
 
 import math
 import os
@@ -11,35 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.arguments import (
-    check_contiguous,
-    check_out,
-    check_peer,
-    check_rank,
-    exchange_sizes,
-    gather_sizes,
-    resized,
-    scatter_sizes,
-)
-from collectives.communicator import ReduceOp
+from collectives.arguments import resized
+from collectives.communicator import CheckedCommunicator, ReduceOp
 from collectives.sharding import shard
 from collectives.shared_group import CHUNK, SharedGroup, allocate
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _OPS: dict[ReduceOp, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _CUT = 1 << 14
-"""Elements from which more than two ranks cut a reduction among them."""
+"""Elements from which three or more ranks each reduce a part (reduce-scatter and all-gather)."""
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(CheckedCommunicator):
     """CPU tensors among the ranks of one host: each writes once, the others read. Linux only.
 
-    Sums are made in the order of the ranks, of float16 and bfloat16 in float32 and rounded once, so they
-    have the same bits on every rank and in every run. A rank that ends, closes its end or does not come
-    within the timeout makes those that wait for it raise RankLost, and the communicator is of no more use.
+    Sums are in the order of the ranks, those of float16 and bfloat16 in float32 and rounded once, so they
+    have the same bits on every rank and in every run. When a rank ends, closes its communicator or does not
+    arrive within the timeout, those that wait for it raise RankLost, and can use theirs no more.
     Tensors of more than `CHUNK` bytes go piece by piece. One thread at a time.
 
-    Arguments are checked before anything is sent: ValueError for shapes, sizes and ranks that do not fit,
     TypeError for tensors that are not on the CPU, or of a dtype that cannot be added.
     """
 
@@ -51,11 +41,11 @@ class SharedMemoryCommunicator:
     def join(
         cls, store: dist.Store, rank: int, size: int, *, name: str, timeout: float
     ) -> "SharedMemoryCommunicator | None":
-        """Make the communicator together with the other ranks that share `store`, or None on all of them.
+        """Make the communicator together with the other ranks that share `store`, or return None on all.
 
-        None means that they do not all reach memory of rank 0: they are on several hosts, in containers
-        apart from each other, or of different users. `name` tells the group from others of the store.
-        `timeout` is in seconds, for the making and then for each wait.
+        None means that some rank cannot open the memory of rank 0: they are on several hosts, in separate
+        containers, or of different users. `name` distinguishes the group from others in the store.
+        `timeout` is in seconds, for this call and then for each wait.
 
         Raises dist.DistError when a rank does not come in time.
         """
@@ -82,10 +72,18 @@ class SharedMemoryCommunicator:
             group.close()
         return None
 
-    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
-        self._check_in_place(x)
-        if op not in _OPS:
-            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+    def barrier(self) -> None:
+        self._group.meet()
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one get RankLost."""
+        self._group.close()
+
+    def _check(self, x: Tensor) -> None:
+        if x.device.type != "cpu":
+            raise TypeError(f"shared memory carries tensors of the CPU, not of {x.device}")
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> None:
         if x.dtype.itemsize == 1 and x.is_floating_point():
             raise TypeError(f"{x.dtype} cannot be reduced; convert it to float16 or float32")
         for piece in x.view(-1).split(CHUNK // x.element_size()):
@@ -93,46 +91,26 @@ class SharedMemoryCommunicator:
                 self._reduce_cut(piece, op)
             elif len(piece):
                 _combine(self._exchange(piece, [len(piece)] * self.size), op, piece)
-        return x
 
-    def all_gather(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        self._check_device(x)
-        sizes = gather_sizes(x, dim, sizes, self.rank, self.size)
-        shape = resized(x, dim, sum(sizes))
-        if out is not None:
-            check_out(out, x, shape)
+    def _all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None) -> Tensor:
         shapes = [resized(x, dim, n) for n in sizes]
         pieces = self._gather(x.contiguous().view(-1), [math.prod(shape) for shape in shapes])
         return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes)], dim, out=out)
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        sizes = scatter_sizes(x, sizes, self.size)
+    def _reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         mine = sizes[self.rank]
-        pieces = self.all_to_all(x, sizes, [mine] * self.size)
+        pieces = self._all_to_all(x, sizes, [mine] * self.size)
         return pieces.view(self.size, mine, *x.shape[1:]).sum(0, dtype=x.dtype)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        self._check_in_place(x)
-        check_rank(src, self.size)
+    def _broadcast(self, x: Tensor, src: int) -> None:
         for piece in x.view(-1).split(CHUNK // x.element_size()):
             lengths = [0] * self.size
             lengths[src] = len(piece)
             given = self._exchange(piece[: lengths[self.rank]], lengths)[src] if len(piece) else piece
             if self.rank != src:
                 piece.copy_(given)
-        return x
 
-    def reduce(self, x: Tensor, dst: int = 0, op: ReduceOp = "sum") -> Tensor:
-        check_rank(dst, self.size)
-        return self.all_reduce(x, op)
-
-    def all_to_all(
-        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        self._check_device(x)
-        send_sizes, recv_sizes = exchange_sizes(x, send_sizes, recv_sizes, self.size)
+    def _all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         received = x.new_empty(sum(recv_sizes), *x.shape[1:])
         row = math.prod(x.shape[1:]) * x.element_size()
         outgoing = _bytes(x.contiguous()).split([n * row for n in send_sizes])
@@ -149,37 +127,25 @@ class SharedMemoryCommunicator:
                     self._group.take(other, incoming[other][start : start + CHUNK])
         return received
 
-    def send(self, x: Tensor, dst: int) -> None:
-        self._check_device(x)
-        check_peer(dst, self.rank, self.size)
-        data = _bytes(x.contiguous())
+    def _send(self, x: Tensor, dst: int) -> None:
+        data = _bytes(x)
         for start in range(0, len(data), CHUNK):
             self._group.put(dst, data[start : start + CHUNK])
 
-    def recv(self, x: Tensor, src: int) -> Tensor:
-        self._check_in_place(x)
-        check_peer(src, self.rank, self.size)
+    def _recv(self, x: Tensor, src: int) -> None:
         data = _bytes(x)
         for start in range(0, len(data), CHUNK):
             self._group.take(src, data[start : start + CHUNK])
-        return x
-
-    def barrier(self) -> None:
-        self._group.meet()
-
-    def close(self) -> None:
-        """Leave the group. Ranks that still wait for this one get RankLost."""
-        self._group.close()
 
     def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Write `piece` [lengths[rank]], at most CHUNK bytes, and return every rank's, to be read at once."""
+        """Write `piece` [lengths[rank]], at most CHUNK bytes; return every rank's, valid until the next."""
         slots = self._group.slots(piece.dtype)
         slots[self.rank][: len(piece)].copy_(piece)
         self._group.meet()
         return [slot[:length] for slot, length in zip(slots, lengths)]
 
     def _gather(self, flat: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
-        """Every rank's flat tensor, to be read at once."""
+        """Return every rank's flat tensor, valid until the next call."""
         step = CHUNK // flat.element_size()
         if max(lengths) <= step:
             return self._exchange(flat, lengths) if any(lengths) else [flat] * self.size
@@ -192,7 +158,7 @@ class SharedMemoryCommunicator:
         return gathered
 
     def _reduce_cut(self, piece: Tensor, op: ReduceOp) -> None:
-        """Reduce a part of `piece` here, and have the other parts from the other ranks."""
+        """Reduce `piece` in place: each rank reduces a part, and gathers the others."""
         parts = piece.split([shard(len(piece), self.size, rank).size for rank in range(self.size)])
         mine = shard(len(piece), self.size, self.rank)
         everyones = self._exchange(piece, [len(piece)] * self.size)
@@ -200,14 +166,6 @@ class SharedMemoryCommunicator:
         reduced = self._exchange(parts[self.rank], [len(part) for part in parts])
         for part, theirs in zip(parts, reduced):
             part.copy_(theirs)
-
-    def _check_in_place(self, x: Tensor) -> None:
-        self._check_device(x)
-        check_contiguous(x)
-
-    def _check_device(self, x: Tensor) -> None:
-        if x.device.type != "cpu":
-            raise TypeError(f"shared memory carries tensors of the CPU, not of {x.device}")
 
 
 def _combine(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
@@ -225,12 +183,12 @@ def _combine(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as [bytes] uint8."""
+    """Return a contiguous tensor as [bytes] uint8."""
     return x.view(-1).view(torch.uint8)
 
 
 def _host() -> str:
-    """What is the same for processes of this host that see each other's memory, and of one network."""
+    """Return an id of this host and of the namespaces of processes and network of this process."""
     names = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
     boot = Path("/proc/sys/kernel/random/boot_id")
     return (
@@ -241,7 +199,7 @@ def _host() -> str:
 
 
 def _opened(path: str, host: bytes) -> int | None:
-    """A descriptor of rank 0's memory, or None where it cannot be reached."""
+    """Open rank 0's memory; None where it cannot be reached."""
     if not path or host.decode() != _host():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The two ends of a language model, with the vocabulary cut over the ranks of a communicator."""
+"""Token embedding and language model head, with the vocabulary sharded over the ranks of a communicator."""
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,10 @@ from collectives.sharding import padded_shard
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """A table of `num_embeddings` vectors of length `dim`, with the vocabulary cut over the ranks.
+    """A table of `num_embeddings` vectors of length `dim`, with the vocabulary sharded over the ranks.
 
     The vocabulary is padded to a multiple of the ranks; padding rows are zero. Each rank looks up the ids it
-    holds, and the sum over ranks completes the rest.
+    holds and gives zeros for others; an all_reduce sums the results.
 
     Forward: ids [...] (int32 or int64, in [0, num_embeddings), the same on all ranks) -> [..., dim].
     On one rank an id out of range raises IndexError as in torch; on several it gives zeros.
@@ -36,7 +36,6 @@ class VocabParallelEmbedding(ParallelLayer):
         self.dim = dim
         self._cut = padded_shard(num_embeddings, comm.size, comm.rank)
         self.weight = self._empty(-(-num_embeddings // comm.size), dim, dtype=dtype, device=device)
-        self._missing = ["weight"]
 
     def load_weight(self, tensor: Tensor) -> None:
         """Take this rank's rows of the full table [num_embeddings, dim]."""
@@ -51,10 +50,10 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class ParallelLMHead(ParallelLinear):
-    """Logits over `num_embeddings` tokens, with the vocabulary cut as by VocabParallelEmbedding.
+    """Logits over `num_embeddings` tokens, with the vocabulary sharded as by VocabParallelEmbedding.
 
-    Forward: x [..., dim], the same on all ranks -> [..., num_embeddings] on every rank. The padding is cut
-    off, so no id that is not in the vocabulary can be seen; the result is then a view of wider rows.
+    Forward: x [..., dim], the same on all ranks -> [..., num_embeddings] on every rank, by an all_gather. The
+    padding is cut off, so that the result is a view of wider rows.
     Weight: [ceil(num_embeddings / ranks), dim].
     """
 
@@ -84,8 +83,6 @@ class ParallelLMHead(ParallelLinear):
             )
         self.weight = embedding.weight
         self.tied = True
-        if "weight" in self._missing:
-            self._missing.remove("weight")
 
     def load_weight(self, tensor: Tensor) -> None:
         """Take this rank's rows of the full weight [num_embeddings, dim]. ValueError when tied."""

@@ -8,7 +8,7 @@ from types import FrameType
 
 from enginecore.config import EngineConfig
 from enginecore.core.engine_core import EngineCore
-from enginecore.executor.choice import make_executor
+from enginecore.executor.executor import make_executor
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput

@@ -1,4 +1,4 @@
-"""A communicator that calls NCCL itself, in stream order."""
+"""A communicator over NCCL by ctypes, in stream order."""
 
 import ctypes
 from collections.abc import Generator, Iterator, Sequence
@@ -10,22 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.arguments import (
-    check_contiguous,
-    check_out,
-    check_peer,
-    check_rank,
-    exchange_sizes,
-    gather_sizes,
-    resized,
-    scatter_sizes,
-)
-from collectives.communicator import ReduceOp
+from collectives.arguments import check_rank, resized
+from collectives.communicator import CheckedCommunicator, ReduceOp
 from collectives.deadline import call_within
 from collectives.nccl.library import BYTES, DTYPES, OPS, NcclLibrary, UniqueId, default_library
 
 
-class NcclCommunicator:
+class NcclCommunicator(CheckedCommunicator):
     """Ranks that each hold one CUDA device, over NCCL.
 
     Every operation but `barrier` is enqueued on the current stream of the device and returns at once: the
@@ -35,8 +26,8 @@ class NcclCommunicator:
     operations, and empty ones not at all.
 
     Calls raise NcclError when NCCL refuses them. A rank that is lost later shows in `check`; operations in
-    flight then end only with `abort`. Arguments are checked before anything is sent: ValueError for shapes,
-    sizes, ranks and devices that do not fit, TypeError for a dtype that cannot be reduced.
+    flight then end only with `abort`. ValueError also for tensors of another device, TypeError for a dtype
+    that cannot be reduced.
     """
 
     def __init__(
@@ -66,35 +57,43 @@ class NcclCommunicator:
         self._comm: ctypes.c_void_p | None = call_within(timeout, what, lambda: self._join(unique_id))
         self._token = torch.zeros(1, device=device)
 
-    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
-        self._check_in_place(x)
-        kind = _dtype(x), _op(op)
+    def barrier(self) -> None:
+        """Wait until every rank has called it and the work before it on this stream is done."""
+        self.all_reduce(self._token)
+        _wait_for_stream(self.device)
+
+    def check(self) -> None:
+        """Raise NcclError for an asynchronous error, such as a lost rank. May be called at any time."""
+        code = ctypes.c_int()
+        self._library.call("ncclCommGetAsyncError", self._open(), ctypes.byref(code), comm=self._comm)
+        if code.value:
+            raise self._library.error(f"NCCL group {self._name!r}", code.value, self._comm)
+
+    def close(self) -> None:
+        """Complete the enqueued operations and leave the group. When a rank is lost, `abort` instead."""
+        self._leave("ncclCommDestroy")
+
+    def abort(self) -> None:
+        """Stop the operations in flight and leave the group. May be called from another thread."""
+        self._leave("ncclCommAbort")
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> None:
+        kind = _dtype(x), OPS[op]
         if x.numel():
             self._enqueue("ncclAllReduce", x, x.data_ptr(), x.data_ptr(), x.numel(), *kind)
-        return x
 
-    def all_gather(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        self._check(x)
-        sizes = gather_sizes(x, dim, sizes, self.rank, self.size)
-        shape = resized(x, dim, sum(sizes))
-        if out is not None:
-            check_out(out, x, shape)
-
+    def _all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None) -> Tensor:
         piece = x.contiguous()
         shapes = [resized(x, dim, n) for n in sizes]
         elements = [torch.Size(shape).numel() for shape in shapes]
         gathered = out if dim == 0 and out is not None else x.new_empty(sum(elements))
         self._gather_pieces(piece, gathered, [n * x.itemsize for n in elements])
         if dim == 0:
-            return gathered.view(shape) if out is None else out
+            return gathered.view(resized(x, dim, sum(sizes))) if out is None else out
         pieces = gathered.split(elements)
         return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes)], dim, out=out)
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        self._check(x)
-        sizes = scatter_sizes(x, sizes, self.size)
+    def _reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         kind = _dtype(x), OPS["sum"]
         x = x.contiguous()
         mine = x.new_empty(sizes[self.rank], *x.shape[1:])
@@ -112,26 +111,11 @@ class NcclCommunicator:
                     self._enqueue("ncclReduce", x, source, mine.data_ptr(), rows * width, *kind, root)
         return mine
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        self._check_in_place(x)
-        check_rank(src, self.size)
+    def _broadcast(self, x: Tensor, src: int) -> None:
         if x.numel():
             self._enqueue("ncclBroadcast", x, x.data_ptr(), x.data_ptr(), x.nbytes, BYTES, src)
-        return x
 
-    def reduce(self, x: Tensor, dst: int = 0, op: ReduceOp = "sum") -> Tensor:
-        self._check_in_place(x)
-        check_rank(dst, self.size)
-        kind = _dtype(x), _op(op)
-        if x.numel():
-            self._enqueue("ncclReduce", x, x.data_ptr(), x.data_ptr(), x.numel(), *kind, dst)
-        return x
-
-    def all_to_all(
-        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        self._check(x)
-        send_sizes, recv_sizes = exchange_sizes(x, send_sizes, recv_sizes, self.size)
+    def _all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         x = x.contiguous()
         received = x.new_empty(sum(recv_sizes), *x.shape[1:])
         row = x.itemsize * torch.Size(x.shape[1:]).numel()
@@ -144,39 +128,13 @@ class NcclCommunicator:
                     self._enqueue("ncclRecv", x, received.data_ptr() + start * row, rows * row, BYTES, peer)
         return received
 
-    def send(self, x: Tensor, dst: int) -> None:
-        self._check(x)
-        check_peer(dst, self.rank, self.size)
-        x = x.contiguous()
+    def _send(self, x: Tensor, dst: int) -> None:
         if x.numel():
             self._enqueue("ncclSend", x, x.data_ptr(), x.nbytes, BYTES, dst)
 
-    def recv(self, x: Tensor, src: int) -> Tensor:
-        self._check_in_place(x)
-        check_peer(src, self.rank, self.size)
+    def _recv(self, x: Tensor, src: int) -> None:
         if x.numel():
             self._enqueue("ncclRecv", x, x.data_ptr(), x.nbytes, BYTES, src)
-        return x
-
-    def barrier(self) -> None:
-        """Return when every rank has called it and the work before it on this stream is done."""
-        self.all_reduce(self._token)
-        _wait_for_stream(self.device)
-
-    def check(self) -> None:
-        """Raise NcclError when something went wrong since, such as a lost rank. May be called at any time."""
-        code = ctypes.c_int()
-        self._library.call("ncclCommGetAsyncError", self._open(), ctypes.byref(code), comm=self._comm)
-        if code.value:
-            raise self._library.error(f"NCCL group {self._name!r}", code.value, self._comm)
-
-    def close(self) -> None:
-        """Let what is enqueued end, and leave the group. When a rank is lost, `abort` instead."""
-        self._leave("ncclCommDestroy")
-
-    def abort(self) -> None:
-        """Stop what is in flight, and leave the group. May be called from another thread."""
-        self._leave("ncclCommAbort")
 
     def _exchange_id(self, store: dist.Store, timeout: float) -> bytes:
         key = f"nccl/{self._name}"
@@ -205,7 +163,7 @@ class NcclCommunicator:
         return comm
 
     def _gather_pieces(self, piece: Tensor, gathered: Tensor, nbytes: Sequence[int]) -> None:
-        """Put each rank's piece, of `nbytes[rank]`, one after another into `gathered`."""
+        """Gather each rank's piece, of `nbytes[rank]`, one after another into `gathered`."""
         if min(nbytes) == max(nbytes):
             if piece.numel():
                 addresses = piece.data_ptr(), gathered.data_ptr()
@@ -222,7 +180,7 @@ class NcclCommunicator:
 
     @contextmanager
     def _grouped(self) -> Generator[None, None, None]:
-        """Calls that NCCL starts together, so that their order cannot block them."""
+        """Group calls, which NCCL then starts together, so that their order cannot deadlock."""
         self._library.call("ncclGroupStart")
         try:
             yield
@@ -238,10 +196,6 @@ class NcclCommunicator:
         if self._comm is None:
             raise ValueError(f"NCCL group {self._name!r} is closed")
         return self._comm
-
-    def _check_in_place(self, x: Tensor) -> None:
-        self._check(x)
-        check_contiguous(x)
 
     def _check(self, x: Tensor) -> None:
         if x.device != self.device:
@@ -268,9 +222,3 @@ def _dtype(x: Tensor) -> int:
     if x.dtype not in DTYPES:
         raise TypeError(f"NCCL cannot reduce {x.dtype}")
     return DTYPES[x.dtype]
-
-
-def _op(op: ReduceOp) -> int:
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    return OPS[op]

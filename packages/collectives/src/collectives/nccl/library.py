@@ -1,4 +1,4 @@
-"""NCCL's C library: where it is, what is used of it, and its errors.
+"""Bindings of NCCL's C library by ctypes: location, signatures, errors.
 
 Signatures and codes are those of nccl.h, release 2.27; they have not changed since 2.20 (fp8 came in 2.24).
 """
@@ -36,7 +36,7 @@ _OLDEST = (2, 20, 0)
 
 
 class UniqueId(Structure):
-    """ncclUniqueId: what the ranks of one communicator know each other by. Passed by value."""
+    """ncclUniqueId, the id under which ranks join one communicator. Passed by value."""
 
     _fields_ = (("internal", c_char * UNIQUE_ID_BYTES),)
 
@@ -67,8 +67,8 @@ _TEXTS = ("ncclGetErrorString", "ncclGetLastError")
 
 
 class NcclError(RuntimeError):
-    """An operation that NCCL refused or lost: `operation`, its result `code`, NCCL's `text` for it, and what
-    NCCL said last, `last_error`, which may be empty."""
+    """An NCCL operation failed: `operation`, its result `code`, NCCL's `text` for that, and its `last_error`,
+    which may be empty."""
 
     def __init__(self, operation: str, code: int, text: str, last_error: str) -> None:
         super().__init__(f"{operation}: {text} (code {code})" + (f": {last_error}" if last_error else ""))
@@ -107,19 +107,19 @@ class NcclLibrary:
             function.restype = c_char_p if name in _TEXTS else c_int
 
     def call(self, name: str, *arguments: object, comm: c_void_p | None = None) -> None:
-        """Call a function that returns ncclResult_t. NcclError, with what was said of `comm`, on failure."""
+        """Call a function that returns ncclResult_t. NcclError, with the last error of `comm`, on failure."""
         code = getattr(self._library, name)(*arguments)
         if code:
             raise self.error(name, code, comm)
 
     def error(self, operation: str, code: int, comm: c_void_p | None = None) -> NcclError:
-        """What NCCL has to say on a result code."""
+        """Return the error for a result code."""
         text: bytes | None = self._library.ncclGetErrorString(code)
         last: bytes | None = self._library.ncclGetLastError(comm)
         return NcclError(operation, code, _decoded(text), _decoded(last))
 
     def unique_id(self) -> bytes:
-        """A new name for a communicator: one rank makes it, all ranks join under it."""
+        """Return a new ncclUniqueId: one rank makes it, all ranks join under it."""
         unique_id = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique_id))
         return bytes(unique_id)
@@ -134,7 +134,7 @@ class NcclLibrary:
 
 @cache
 def default_library() -> NcclLibrary:
-    """The library that OCTAVO_NCCL_LIBRARY names, or that nvidia-nccl-cu12 installed, or the system's."""
+    """Load the library that OCTAVO_NCCL_LIBRARY names, or nvidia-nccl-cu12's, or the system's."""
     return NcclLibrary(os.environ.get(_VARIABLE) or _installed() or _FILE)
 
 

@@ -6,10 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -18,6 +16,7 @@ import zmq.asyncio
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, ModelError
 from enginecore.messages import CoreMessage, Failed, FrontendMessage, Ready
+from enginecore.private_folder import private_folder
 
 _START = msgspec.json.Decoder(Ready | Failed)
 _SECONDS_TO_END = 5.0
@@ -27,7 +26,7 @@ class CoreProcess:
     """An engine core and the private folder in which its socket lies."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._folder = private_folder()
         self.address = f"ipc://{self._folder}/core"
         self._serving = False
         level = logging.getLogger("enginecore").getEffectiveLevel()

@@ -147,7 +147,7 @@ def main() -> int:
 def _start(config: EngineConfig) -> EngineCore:
     # Only now what takes seconds to import: the front-end may end meanwhile.
     from enginecore.core.engine_core import EngineCore
-    from enginecore.executor.choice import make_executor
+    from enginecore.executor.executor import make_executor
 
     return EngineCore(config, make_executor(config, locate(config.model, config.revision)))
 

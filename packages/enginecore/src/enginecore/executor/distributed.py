@@ -1,9 +1,8 @@
-"""Several workers that run every step together, each in a process of its own.
+"""Several workers that run every step together, each in a process of its own, on one host or several.
 
-How workers are started is left to a `Launch`, and where to a `Placement`; how they are spoken to is here.
-Steps go to all of them at once, see `executor.steps`; each answers on a descriptor of its own, and of the
-results of a step one rank's are enough. A worker that ends takes the executor with it: the others wait for
-it in the middle of a step.
+A step reaches the workers of this host through a ring in shared memory and others over their links; the
+results of one rank are enough. A worker that ends takes the executor with it: the others wait for it in the
+middle of a step.
 """
 
 import logging
@@ -11,22 +10,23 @@ import selectors
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, NoReturn, Protocol
 
+import msgspec
 import numpy as np
 
-from collectives import Grid
+from collectives.ring import RingBroadcast, RingError
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
 from enginecore.executor.executor import depth
-from enginecore.executor.placement import Placement, on_this_host
-from enginecore.executor.step import StepInput, StepOutput
-from enginecore.executor.steps import StepsStuck, StepWriter
-from enginecore.executor.wire import (
+from enginecore.executor.link import CoreEnd, LinkError
+from enginecore.executor.messages import (
     ExpertLoads,
     Failure,
+    Listening,
     Loaded,
     Progress,
     ReportExpertLoads,
@@ -35,15 +35,31 @@ from enginecore.executor.wire import (
     WorkerSettings,
     encode_step,
 )
+from enginecore.executor.step import StepInput, StepOutput
 from enginecore.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)
 
+_RING_BYTES = 16 << 20
+"""Some hundred steps in which rows only decode, or a step with millions of prompt tokens."""
 _TO_END = 3.0
 """Seconds that workers have to end by themselves."""
 _GRACE = 0.3
 """Seconds in which the cause of a failure may still show."""
 _MENDABLE = {error.__name__: error for error in (ConfigError, ModelError)}
+
+
+class RankLocation(NamedTuple):
+    """The host that a rank runs on."""
+
+    host: str
+    """Its address, at which the other ranks reach it."""
+    local_rank: int
+    """Index among the ranks of the host that see the same devices."""
+    local_size: int
+    """Ranks on the host."""
+    on_core_host: bool = True
+    """Whether the ring can bring the steps."""
 
 
 class Ending(NamedTuple):
@@ -56,27 +72,19 @@ class Ending(NamedTuple):
 
 
 class WorkerHandle(Protocol):
-    """A worker, as the one that started it holds it."""
+    """A started worker."""
 
     rank: int
     pid: int
-    ended: bool
-    """Whether `receive` has met the end of what it says."""
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when there is something to receive, also the end."""
-        ...
-
-    def receive(self) -> list[WorkerMessage]:
-        """Return what it has said since the last call, without waiting."""
-        ...
+    location: RankLocation
+    link: CoreEnd
 
     def ending(self) -> Ending:
-        """Say how it ended; it has, or is about to."""
+        """Return how it ended; it has, or is about to."""
         ...
 
     def release(self) -> None:
-        """Let it know that nobody needs it any more."""
+        """Let it know that it is not needed any more."""
         ...
 
     def end(self, timeout: float) -> None:
@@ -84,50 +92,33 @@ class WorkerHandle(Protocol):
         ...
 
 
-Launch = Callable[[Sequence[WorkerSettings]], Sequence[WorkerHandle]]
-"""Starts a worker for each of the settings, and waits for none."""
-
-
 class DistributedExecutor:
     """Runs steps on all ranks of a grid."""
 
-    def __init__(
-        self, config: EngineConfig, files: ModelFiles, launch: Launch, placement: Placement | None = None
-    ) -> None:
-        """Start the workers and return when all are ready; without a `placement`, on this host.
+    def __init__(self, workers: Sequence[WorkerHandle], config: EngineConfig, files: ModelFiles) -> None:
+        """Bring up the workers, one for each rank in order, and return when all are ready.
 
         Raises:
-            ConfigError: there are more stages than layers.
             ConfigError, ModelError: a worker refused to start; the message is its own, with its rank.
             WorkerDied: a worker ended.
         """
-        self._grid = Grid(pp=config.pipeline_parallel_size, tp=config.tensor_parallel_size)
+        self._workers = workers
         self._timeout = config.distributed_timeout_seconds
-        self._placement = placement or on_this_host(self._grid.size)
-        seats = self._placement.seats
-        self._steps = StepWriter(
-            sum(seat.near for seat in seats),
-            [seat.link for seat in seats if seat.link is not None and not seat.near],
-            self._timeout,
-        )
         self._selector = selectors.DefaultSelector()
+        self._ring: RingBroadcast | None = None
+        self._rendezvous = ""
         self._loaded: dict[int, Loaded] = {}
         self._failures: dict[int, Failure] = {}
         self._outputs: deque[StepOutput] = deque()
         self._loads: ExpertLoads | None = None
         self._error: OctavoError | None = None
-        self._workers: Sequence[WorkerHandle] = ()
         try:
-            self._workers = launch(self._settings(config, files))
-            for worker in self._workers:
-                self._selector.register(worker, selectors.EVENT_READ)
-            while len(self._loaded) < self._grid.size:
-                self._listen(None)
+            self._start(config, files)
         except BaseException:
             self.shutdown()
             raise
         # An executor that is dropped, or left to the end of the program, ends its workers too.
-        weakref.finalize(self, _end, self._workers, self._steps, _TO_END)
+        weakref.finalize(self, _end, self._workers, self._ring, _TO_END)
         facts = self._loaded[0]
         self.num_blocks = facts.num_blocks
         self.host_blocks = facts.host_blocks
@@ -138,8 +129,8 @@ class DistributedExecutor:
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when a worker says something or ends."""
-        return [worker.fileno() for worker in self._workers if not worker.ended]
+        """Descriptors of which one becomes readable when a worker sends a message or ends."""
+        return [worker.link.fileno() for worker in self._workers if not worker.link.ended]
 
     @property
     def pids(self) -> list[int]:
@@ -152,7 +143,7 @@ class DistributedExecutor:
 
     def submit(self, step: StepInput) -> None:
         """Hand a step to the workers."""
-        self._write(step)
+        self._broadcast(encode_step(step))
 
     def collect(self) -> StepOutput:
         """Wait for the oldest step under way and return its results."""
@@ -163,7 +154,7 @@ class DistributedExecutor:
     def expert_loads(self) -> np.ndarray | None:
         """Ask the workers, and wait until they have done the steps submitted before."""
         self._loads = None
-        self._write(ReportExpertLoads())
+        self._broadcast(encode_step(ReportExpertLoads()))
         while self._loads is None:
             self._listen(None)
         layers = self._loads.layers
@@ -174,61 +165,91 @@ class DistributedExecutor:
         if self._error is None:
             self._error = EngineDeadError("the workers were shut down")
         self._selector.close()
-        _end(self._workers, self._steps, _TO_END)
+        _end(self._workers, self._ring, _TO_END)
 
-    def _settings(self, config: EngineConfig, files: ModelFiles) -> list[WorkerSettings]:
-        return [
-            WorkerSettings(
-                # Where the model was found, so that no worker looks for it again and finds another.
-                config=replace(config, model=str(files.path), revision=None),
-                rank=rank,
-                tp=self._grid.tp,
-                pp=self._grid.pp,
-                local_rank=seat.local_rank,
-                local_size=seat.local_size,
-                rendezvous=self._placement.rendezvous,
-                steps=self._steps.ring if seat.near else None,
-                reader=sum(other.near for other in self._placement.seats[:rank]),
-                link=None if seat.link is None else seat.link.settings,
-            )
-            for rank, seat in enumerate(self._placement.seats)
-        ]
+    def _start(self, config: EngineConfig, files: ModelFiles) -> None:
+        """Send settings, first to rank 0, which reports where it listens; wait until all have loaded."""
+        readers = [worker.rank for worker in self._workers if worker.location.on_core_host]
+        self._ring = RingBroadcast(len(readers), _RING_BYTES) if readers else None
+        for worker in self._workers:
+            self._selector.register(worker.link, selectors.EVENT_READ, worker)
+        while not all(worker.link.connected for worker in self._workers):
+            self._listen(None)
+        first, *others = self._workers
+        # With the path where the model was found, so that no worker looks for it again and finds another.
+        config = replace(config, model=str(files.path), revision=None)
+        self._send_settings(first, config, readers)
+        while not self._rendezvous:
+            self._listen(None)
+        for worker in others:
+            self._send_settings(worker, config, readers)
+        while len(self._loaded) < len(self._workers):
+            self._listen(None)
 
-    def _write(self, step: StepInput | ReportExpertLoads) -> None:
+    def _send_settings(self, worker: WorkerHandle, config: EngineConfig, readers: Sequence[int]) -> None:
+        location = worker.location
+        near = location.on_core_host and self._ring is not None
+        settings = WorkerSettings(
+            config=config,
+            rank=worker.rank,
+            tp=config.tensor_parallel_size,
+            pp=config.pipeline_parallel_size,
+            host=location.host,
+            local_rank=location.local_rank,
+            local_size=location.local_size,
+            rendezvous=self._rendezvous,
+            ring=self._ring.address if near else None,
+            reader=readers.index(worker.rank) if near else 0,
+        )
+        with self._delivery():
+            worker.link.send(msgspec.json.encode(settings))
+
+    def _broadcast(self, step: bytes) -> None:
+        """Send a step, whole and in order, to every worker."""
         if self._error is not None:
             raise self._error
+        with self._delivery():
+            for worker in self._workers:
+                if not worker.location.on_core_host:
+                    worker.link.send(step)
+            if self._ring is not None:
+                self._ring.write(step, self._timeout)
+
+    @contextmanager
+    def _delivery(self) -> Generator[None]:
+        """Fail with the end of a worker, if that is why something does not reach it."""
         try:
-            self._steps.write(encode_step(step))
-        except StepsStuck as error:
+            yield
+        except (LinkError, RingError) as error:
             self._listen(1.0)
-            self._fail(EngineDeadError(f"the workers take no steps: {error}"))
+            self._fail(EngineDeadError(f"a worker takes nothing: {error}"))
 
     def _listen(self, timeout: float | None) -> None:
-        """Take in what workers say, waiting up to `timeout` seconds for something; None waits for ever."""
+        """Handle messages of workers, waiting up to `timeout` seconds for one; None waits for ever."""
         if self._error is not None:
             raise self._error
         self._take(timeout)
-        if self._failures or any(worker.ended for worker in self._workers):
+        if self._failures or any(worker.link.ended for worker in self._workers):
             self._await_cause()
             self._fail(self._first_failure())
 
     def _await_cause(self) -> None:
-        """Wait a little for an end without a word: what others make of it may be heard before it is."""
+        """Wait a little for an end without a failure: failures that it causes may be heard before it."""
         until = time.monotonic() + _GRACE
         while not self._silent() and self._selector.get_map() and (left := until - time.monotonic()) > 0:
             self._take(left)
 
     def _silent(self) -> list[WorkerHandle]:
-        """Workers that ended without a word."""
-        return [worker for worker in self._workers if worker.ended and worker.rank not in self._failures]
+        """Workers that ended without sending a failure."""
+        return [worker for worker in self._workers if worker.link.ended and worker.rank not in self._failures]
 
     def _take(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
-            worker: WorkerHandle = key.fileobj  # ty: ignore[invalid-assignment]
-            for message in worker.receive():
+            worker: WorkerHandle = key.data
+            for message in worker.link.receive():
                 self._handle(worker, message)
-            if worker.ended:
-                self._selector.unregister(worker)
+            if worker.link.ended:
+                self._selector.unregister(worker.link)
 
     def _handle(self, worker: WorkerHandle, message: WorkerMessage) -> None:
         match message:
@@ -237,22 +258,24 @@ class DistributedExecutor:
             case ExpertLoads():
                 self._loads = message
             case Progress(text=text):
-                logger.info("rank %d of %d: %s", worker.rank, self._grid.size, text)
+                logger.info("rank %d of %d: %s", worker.rank, len(self._workers), text)
+            case Listening(rendezvous=rendezvous):
+                self._rendezvous = rendezvous
             case Loaded():
                 self._loaded[worker.rank] = message
             case Failure():
                 self._failures[worker.rank] = message
 
     def _first_failure(self) -> OctavoError:
-        """What went wrong first: an end without a word, as nothing that others do brings that about."""
+        """Return the cause: an end without a failure, as no other rank causes that, or the first failure."""
         if silent := self._silent():
             return self._died(silent[0])
         rank, failure = min(self._failures.items(), key=lambda item: item[1].at)
-        if failure.kind in _MENDABLE and len(self._loaded) < self._grid.size:
+        if failure.kind in _MENDABLE and len(self._loaded) < len(self._workers):
             return _MENDABLE[failure.kind](f"rank {rank}: {failure.message}")
         worker = self._workers[rank]
         return WorkerDied(
-            f"rank {rank} of {self._grid.size} (process {worker.pid}) failed: "
+            f"rank {rank} of {len(self._workers)} (process {worker.pid}) failed: "
             f"{failure.kind}: {_one_line([failure.message])}",
             rank=rank,
             pid=worker.pid,
@@ -263,7 +286,7 @@ class DistributedExecutor:
         ending = worker.ending()
         said = _one_line(ending.last_lines[-3:])
         return WorkerDied(
-            f"rank {worker.rank} of {self._grid.size} (process {worker.pid}) {ending.how}"
+            f"rank {worker.rank} of {len(self._workers)} (process {worker.pid}) {ending.how}"
             + (f"; the last it wrote: {said}" if said else ""),
             rank=worker.rank,
             pid=worker.pid,
@@ -274,19 +297,20 @@ class DistributedExecutor:
         if self._error is not None:
             raise self._error
         self._error = error
-        _end(self._workers, self._steps, 0)
+        _end(self._workers, self._ring, 0)
         if isinstance(error, WorkerDied):
             logger.error("%s\n%s", error, error.details)
         raise error
 
 
-def _end(workers: Sequence[WorkerHandle], steps: StepWriter, timeout: float) -> None:
+def _end(workers: Sequence[WorkerHandle], ring: RingBroadcast | None, timeout: float) -> None:
     for worker in workers:
         worker.release()
     until = time.monotonic() + timeout
     for worker in workers:
         worker.end(max(0.0, until - time.monotonic()))
-    steps.close()
+    if ring is not None:
+        ring.close()
 
 
 def _one_line(lines: Sequence[str]) -> str:

@@ -1,44 +1,44 @@
-"""Workers as child processes of this one, on this host.
+"""Workers as child processes of this one, on this host: see `enginecore.worker.process`.
 
-A worker is `python -m enginecore.worker.process`. It gets its settings on standard input, which stays open
-and whose closing ends it; it answers on standard output; what it writes to standard error appears on ours.
+What a worker writes to standard output and error appears on our standard error with its rank.
 """
 
 import collections
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import weakref
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
-from enginecore.executor.distributed import Ending, WorkerHandle
-from enginecore.executor.wire import LENGTH, WorkerMessage, WorkerSettings, decode_message
+from enginecore.executor.distributed import Ending, RankLocation, WorkerHandle
+from enginecore.executor.link import CoreEnd
 
 _KEPT_LINES = 40
-_CHUNK = 1 << 20
 _CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
 """What gloo prints of every group that it has made."""
 
 
-def start_processes(settings: Sequence[WorkerSettings]) -> list[WorkerHandle]:
-    """Start a process for each of the settings.
+def start_processes(config: EngineConfig) -> list[WorkerHandle]:
+    """Start a process for each rank, and wait for none.
 
     Raises:
         ConfigError: this host has fewer devices than ranks.
     """
-    _check_devices(settings[0].config.device, len(settings))
+    ranks = config.world_size
+    _check_devices(config.device, ranks)
     started: list[WorkerHandle] = []
     try:
-        for each in settings:
-            started.append(WorkerProcess(each))
+        for rank in range(ranks):
+            location = RankLocation("127.0.0.1", local_rank=rank, local_size=ranks)
+            started.append(WorkerProcess(rank, location, config.distributed_timeout_seconds))
     except BaseException:
         for worker in started:
             worker.end(0)
@@ -49,52 +49,32 @@ def start_processes(settings: Sequence[WorkerSettings]) -> list[WorkerHandle]:
 class WorkerProcess:
     """A worker's process; see `WorkerHandle`."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.rank = settings.rank
-        self.ended = False
-        self._received = bytearray()
+    def __init__(self, rank: int, location: RankLocation, timeout: float) -> None:
+        """Start the process; `location` is on this host, and `timeout` that of `CoreEnd`."""
+        self.rank = rank
+        self.location = location
+        self.link = CoreEnd(None, timeout)
         # A session of its own, so that Ctrl-C in a terminal reaches the parent alone, which then decides.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "enginecore.worker.process"],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", "enginecore.worker.process", msgspec.json.encode(self.link.settings)],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         self.pid = self._process.pid
+        over = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, over)
+        self.link.watch(over)
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        # The thread holds no reference to this object, so that dropping it closes the pipes.
+        # The thread holds no reference to this object, so that dropping it drops the link.
         self._repeating = threading.Thread(
-            target=_repeat, args=(self._process.stderr, self._lines, self.rank), daemon=True
+            target=_repeat, args=(self._process.stdout, self._lines, rank), daemon=True
         )
         self._repeating.start()
-        os.set_blocking(self.fileno(), False)
-        assert self._process.stdin is not None
-        # Its end, if it has ended already, shows in `receive`.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
-            self._process.stdin.flush()
-
-    def fileno(self) -> int:
-        """The descriptor of its standard output."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    def receive(self) -> list[WorkerMessage]:
-        """Return its messages since the last call."""
-        while True:
-            try:
-                data = os.read(self.fileno(), _CHUNK)
-            except BlockingIOError:
-                break
-            if not data:
-                self.ended = True
-                break
-            self._received += data
-        return list(self._whole_messages())
 
     def ending(self) -> Ending:
-        """Wait for its end, and for its last words on standard error."""
+        """Wait for its end, and for its last output."""
         self.end(1.0)
         self._repeating.join(1.0)
         code = self._process.returncode
@@ -103,10 +83,8 @@ class WorkerProcess:
         return Ending(f"was killed by signal {-code} ({signal.strsignal(-code)})", list(self._lines))
 
     def release(self) -> None:
-        """Close its standard input, whereupon it ends itself."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        """Drop the link, whereupon it ends itself."""
+        self.link.close()
 
     def end(self, timeout: float) -> None:
         """Wait for its end, and force it after `timeout` seconds."""
@@ -116,22 +94,10 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _whole_messages(self) -> list[WorkerMessage]:
-        found, at = [], 0
-        while len(self._received) >= at + LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._received, at)
-            end = at + LENGTH.size + size
-            if len(self._received) < end:
-                break
-            found.append(decode_message(bytes(self._received[at + LENGTH.size : end])))
-            at = end
-        del self._received[:at]
-        return found
 
-
-def _repeat(stderr: IO[bytes], lines: collections.deque[str], rank: int) -> None:
-    """Show on our standard error what a worker writes to its own, and keep the last of it."""
-    for line in stderr:
+def _repeat(output: IO[bytes], lines: collections.deque[str], rank: int) -> None:
+    """Show on our standard error what a worker writes, and keep the last of it."""
+    for line in output:
         text = line.decode(errors="replace").rstrip()
         if _CHATTER.match(text):
             continue

@@ -1,30 +1,26 @@
 """Workers as actors of a Ray cluster, on one node or several.
 
-Ray finds devices and starts processes; it carries no step and no result. It ends the actors of a core that
-is gone; the link tells them sooner.
+Ray finds devices and starts processes; settings, steps and results go over links. It ends the actors of a
+core that is gone; the link tells them sooner.
 """
 
 import concurrent.futures
-import contextlib
+import functools
 import logging
 import os
-import select
 import socket
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError
-from enginecore.executor.distributed import Ending, WorkerHandle
-from enginecore.executor.link import CoreEnd
-from enginecore.executor.placement import Placement, Seat
-from enginecore.executor.ray_worker import Home, RankActor
-from enginecore.executor.wire import WorkerMessage, WorkerSettings, decode_message
+from enginecore.executor.distributed import Ending, RankLocation, WorkerHandle
+from enginecore.executor.link import CoreEnd, LinkError
+from enginecore.executor.messages import LinkSettings
 
 try:
     import ray
@@ -49,88 +45,89 @@ _GRACE = 0.5
 """Seconds in which Ray tells why an actor has ended."""
 
 
-class RayWorkers:
-    """A bundle of the cluster for each rank, and an actor in each, that wait for their settings."""
+class ActorHome(NamedTuple):
+    """Where an actor runs."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Connect to the cluster and wait for what is asked of it.
+    node: str
+    """Ray's id of the node."""
+    host: str
+    """The node's address."""
+    pid: int
 
-        Raises:
-            ConfigError: there is no cluster, or it does not give the devices within the timeout.
-            EngineDeadError: an actor cannot start.
+
+class RankActor:
+    """The class of each actor. Torch is imported when it serves."""
+
+    def home(self) -> ActorHome:
+        """Return where this actor runs."""
+        return ActorHome(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+
+    def serve(self, address: bytes, environment: dict[str, str | None]) -> str:
+        """Serve the core at the other end of a link, and end this process when the core is gone.
+
+        `environment` is set before, where None removes a variable. Returns only when the core cannot be
+        reached: the error.
         """
-        self._timeout = config.distributed_timeout_seconds
-        _connect(self._timeout)
-        kind = _device_kind(config)
-        self.config = replace(config, device="cuda" if kind == "GPU" else "cpu")
-        """With the kind of device that every worker has."""
-        self._group = _reserve(config.world_size, kind, self._timeout)
-        self._remove = weakref.finalize(self, _remove, self._group)
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        from enginecore.worker.process import serve_link
+
+        try:
+            serve_link(msgspec.json.decode(address, type=LinkSettings))
+        except LinkError as error:
+            return str(error)
+        # At once, without waiting for the threads of torch and gloo, of which some may wait for other ranks.
+        os._exit(0)
+
+
+def join_cluster(config: EngineConfig) -> EngineConfig:
+    """Join the cluster at RAY_ADDRESS or of this host; return `config` with the kind of device of all ranks.
+
+    Raises:
+        ConfigError: there is no cluster, or `config` names one device.
+    """
+    _connect(config.distributed_timeout_seconds)
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f"device={config.device}: Ray picks the devices, use device=cuda")
+    if config.device != "auto":
+        return config
+    on_gpus = ray.cluster_resources().get("GPU", 0) >= config.world_size
+    return replace(config, device="cuda" if on_gpus else "cpu")
+
+
+def start_actors(config: EngineConfig) -> list[WorkerHandle]:
+    """Start an actor for each rank on a device of the cluster, and a worker in each; wait for no worker.
+
+    Raises:
+        ConfigError: the cluster does not give the devices within the timeout.
+        EngineDeadError: an actor cannot start.
+    """
+    timeout = config.distributed_timeout_seconds
+    kind = "GPU" if config.device == "cuda" else "CPU"
+    group = _reserve(config.world_size, kind, timeout)
+    try:
+        nodes = placement_group_table(group)["bundles_to_node_id"]
         own = ray.get_runtime_context().get_node_id()
         order = rank_order([nodes[i] for i in range(config.world_size)], config.tensor_parallel_size, own)
-        self._actors = [self._actor(bundle, kind) for bundle in order]
-        self._homes: list[Home] = self._answers("home")
-        (rendezvous,) = self._answers("free_address", ranks=1)
-        self.placement = Placement([self._seat(rank, own, kind) for rank in range(len(order))], rendezvous)
-
-    def launch(self, settings: Sequence[WorkerSettings]) -> list[WorkerHandle]:
-        """Give each actor its settings; see `Launch`."""
-        environment = _environment()
+        actors = [_start_actor(group, bundle, kind) for bundle in order]
+        homes = _homes(actors, timeout)
         return [
             RayWorker(
-                each.rank,
-                self._homes[each.rank],
+                rank,
+                homes[rank].pid,
+                _location(homes, rank, own, kind),
+                CoreEnd(ray.util.get_node_ip_address(), timeout),
                 actor,
-                actor.serve.remote(msgspec.json.encode(each), environment),
-                seat.link,
-                self.close,
+                functools.partial(_remove, group),
             )
-            for each, actor, seat in zip(settings, self._actors, self.placement.seats, strict=True)
-            if seat.link is not None
+            for rank, actor in enumerate(actors)
         ]
-
-    def close(self) -> None:
-        """Give the bundles back, which ends what runs in them, and drop the links."""
-        self._remove()
-        for seat in self.placement.seats:
-            if seat.link is not None:
-                seat.link.close()
-
-    def _actor(self, bundle: int, kind: str) -> Any:
-        return (
-            ray.remote(RankActor)
-            .options(
-                num_cpus=1 if kind == "CPU" else 0,
-                num_gpus=1 if kind == "GPU" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=bundle
-                ),
-            )
-            .remote()
-        )
-
-    def _answers(self, method: str, ranks: int | None = None) -> list[Any]:
-        """Call `method` of the first `ranks` actors, or of all."""
-        calls = [getattr(actor, method).remote() for actor in self._actors[:ranks]]
-        try:
-            return ray.get(calls, timeout=self._timeout)
-        except GetTimeoutError as error:
-            raise EngineDeadError(
-                f"the {len(calls)} actors did not all start within {self._timeout:g} s"
-            ) from error
-        except RayError as error:
-            raise EngineDeadError(f"an actor could not start: {_reason(error)}") from error
-
-    def _seat(self, rank: int, own: str, kind: str) -> Seat:
-        node = self._homes[rank].node
-        return Seat(
-            # Ray lets a process see no other GPU than its own.
-            local_rank=0 if kind == "GPU" else sum(home.node == node for home in self._homes[:rank]),
-            local_size=sum(home.node == node for home in self._homes),
-            near=node == own,
-            link=CoreEnd(ray.util.get_node_ip_address(), self._timeout),
-        )
+    except BaseException:
+        _remove(group)
+        raise
 
 
 class RayWorker:
@@ -139,80 +136,47 @@ class RayWorker:
     def __init__(
         self,
         rank: int,
-        home: Home,
-        actor: Any,
-        served: Any,
+        pid: int,
+        location: RankLocation,
         link: CoreEnd,
-        close: Callable[[], None],
+        actor: Any,
+        remove: Callable[[], None],
     ) -> None:
-        """`served` is the actor's call that lasts as long as the worker; `close` ends all workers."""
+        """Have `actor` serve the other end of `link`; `remove` ends the actors of all ranks."""
         self.rank = rank
-        self.pid = home.pid
-        self.ended = False
-        self._host = home.host
+        self.pid = pid
+        self.location = location
+        self.link = link
         self._actor = actor
-        self._link = link
-        self._close = close
-        self._outcome: concurrent.futures.Future[bytes] = served.future()
-        over = self._over = _Flag()
-        self._outcome.add_done_callback(lambda _: over.raise_())
-        self._readable = select.epoll()
-        self._readable.register(link, select.EPOLLIN)
-        self._readable.register(over, select.EPOLLIN)
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when its link or Ray has something to say."""
-        return self._readable.fileno()
-
-    def receive(self) -> list[WorkerMessage]:
-        """Return its messages since the last call."""
-        said = self._link.receive()
-        self._over.lower()
-        # Where there was a link, its end is the worker's: Ray's word may overtake the last messages.
-        self.ended = self._link.ended
-        if not self._link.connected and self._outcome.done():
-            self.ended = True
-            if self._outcome.exception() is None:
-                said.append(decode_message(self._outcome.result()))
-        return said
+        self._remove = remove
+        served = actor.serve.remote(msgspec.json.encode(link.settings), _environment())
+        self._outcome: concurrent.futures.Future[str] = served.future()
+        # Closed by the future, or with it, whereupon the other end is readable.
+        self._over, over = socket.socketpair()
+        self._outcome.add_done_callback(lambda _: over.close())
+        link.watch(self._over.fileno())
 
     def ending(self) -> Ending:
         """Wait a little for what Ray knows of it."""
         concurrent.futures.wait([self._outcome], _GRACE)
-        where = f"on {self._host}"
+        where = f"on {self.location.host}"
         if not self._outcome.done():
             return Ending(f"{where} is not heard of any more", [])
         error = self._outcome.exception()
-        return Ending(f"{where} has ended: {'it' if error is None else _reason(error)}", [])
+        return Ending(f"{where} has ended: {self._outcome.result() if error is None else _reason(error)}", [])
 
     def release(self) -> None:
         """End it: a worker has nothing to put in order."""
         if ray.is_initialized():
             ray.kill(self._actor)
+        self.link.close()
 
     def end(self, timeout: float) -> None:
         """Wait for its end, then for that of all."""
         if ray.is_initialized():
             concurrent.futures.wait([self._outcome], timeout)
-        self._close()
-
-
-class _Flag:
-    """A descriptor that any thread can make readable; closed when nobody holds it."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def raise_(self) -> None:
-        os.eventfd_write(self._descriptor, 1)
-
-    def lower(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
+        self._remove()
+        self._over.close()
 
 
 def rank_order(nodes: Sequence[str], tp: int, first: str) -> list[int]:
@@ -252,12 +216,37 @@ def _connect(timeout: float) -> None:
         ) from error
 
 
-def _device_kind(config: EngineConfig) -> str:
-    if config.device.startswith("cuda:"):
-        raise ConfigError(f"device={config.device}: Ray picks the devices, use device=cuda")
-    if config.device != "auto":
-        return "GPU" if config.device == "cuda" else "CPU"
-    return "GPU" if ray.cluster_resources().get("GPU", 0) >= config.world_size else "CPU"
+def _start_actor(group: PlacementGroup, bundle: int, kind: str) -> Any:
+    return (
+        ray.remote(RankActor)
+        .options(
+            num_cpus=1 if kind == "CPU" else 0,
+            num_gpus=1 if kind == "GPU" else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        )
+        .remote()
+    )
+
+
+def _homes(actors: Sequence[Any], timeout: float) -> list[ActorHome]:
+    try:
+        return ray.get([actor.home.remote() for actor in actors], timeout=timeout)
+    except GetTimeoutError as error:
+        raise EngineDeadError(f"the {len(actors)} actors did not all start within {timeout:g} s") from error
+    except RayError as error:
+        raise EngineDeadError(f"an actor could not start: {_reason(error)}") from error
+
+
+def _location(homes: Sequence[ActorHome], rank: int, own: str, kind: str) -> RankLocation:
+    """Return where `rank` runs; `own` is the node of this process."""
+    node = homes[rank].node
+    return RankLocation(
+        homes[rank].host,
+        # Ray lets a process see no other GPU than its own.
+        local_rank=0 if kind == "GPU" else sum(home.node == node for home in homes[:rank]),
+        local_size=sum(home.node == node for home in homes),
+        on_core_host=node == own,
+    )
 
 
 def _reserve(ranks: int, kind: str, timeout: float) -> PlacementGroup:

@@ -1,20 +1,18 @@
-"""A worker's side of a distributed executor: start, take steps, give results."""
+"""A worker's part in a distributed executor: load the model, run steps, send results."""
 
 import os
 import queue
+import socket
 import threading
-import time
-import traceback
 from collections.abc import Callable
 
 import torch
 
 from collectives import Grid, make_communicators
 from collectives.ring import PeerDied, RingClosed, RingReader
-from enginecore.errors import OctavoError
-from enginecore.executor.wire import (
+from enginecore.executor.link import WorkerEnd
+from enginecore.executor.messages import (
     ExpertLoads,
-    Failure,
     Loaded,
     Progress,
     ReportExpertLoads,
@@ -28,37 +26,20 @@ from enginecore.worker.runner.runner import PendingOutput
 from enginecore.worker.worker import Worker, pick_device
 
 Send = Callable[[WorkerMessage], None]
-"""Says something to the core; from any thread."""
-Read = Callable[[], bytes]
-"""Waits for the next step and returns it."""
 
 
-def serve(settings: WorkerSettings, send: Send, read: Read | None = None) -> int:
-    """Load the rank's part of the model and run steps until the core is gone; return an exit status.
+def serve(settings: WorkerSettings, link: WorkerEnd, listener: socket.socket | None) -> None:
+    """Load the rank's part of the model and run steps until the core closes the ring or is gone.
 
-    Steps come from `read`, or from the ring that `settings` name if that is None. Whatever is raised is
-    sent, and ends it.
+    `listener` is rank 0's, at `settings.rendezvous`.
     """
-    try:
-        if read is None:
-            assert settings.steps is not None
-            read = RingReader(settings.steps, settings.reader).read
-        worker = _load(settings, send)
-        send(_facts(worker))
-        _run(worker, read, send)
-    except Exception as error:
-        send(failure(error))
-        return 2 if isinstance(error, OctavoError) else 1
-    return 0
+    receive = link.receive if settings.ring is None else RingReader(settings.ring, settings.reader).read
+    worker = _load(settings, link.send, listener)
+    link.send(_facts(worker))
+    _run(worker, receive, link)
 
 
-def failure(error: BaseException) -> Failure:
-    """Return an exception in the form in which it is sent."""
-    lines = traceback.format_exception(error)
-    return Failure(type(error).__name__, str(error), "".join(lines), time.monotonic_ns())
-
-
-def _load(settings: WorkerSettings, send: Send) -> Worker:
+def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) -> Worker:
     config = settings.config
     device = pick_device(config.device, settings.local_rank)
     if device.type == "cuda":
@@ -69,6 +50,7 @@ def _load(settings: WorkerSettings, send: Send) -> Worker:
         Grid(pp=settings.pp, tp=settings.tp),
         settings.rank,
         address=settings.rendezvous,
+        listener=listener,
         backend="gloo" if device.type == "cpu" else "nccl",
         timeout=config.distributed_timeout_seconds,
     )
@@ -95,37 +77,36 @@ def _facts(worker: Worker) -> Loaded:
     )
 
 
-def _run(worker: Worker, read: Read, send: Send) -> None:
-    deliver = _delivery(worker, send)
+def _run(worker: Worker, receive: Callable[[], bytes], link: WorkerEnd) -> None:
+    deliver = _delivery(worker, link)
     while True:
         try:
-            step = decode_step(read())
+            step = decode_step(receive())
         except (RingClosed, PeerDied):
             return
         if isinstance(step, ReportExpertLoads):
             loads = worker.expert_loads()
             if worker.is_output:
-                send(ExpertLoads(None if loads is None else loads.tolist()))
+                link.send(ExpertLoads(None if loads is None else loads.tolist()))
         else:
             deliver(worker.run(step))
 
 
-def _delivery(worker: Worker, send: Send) -> Callable[[PendingOutput], None]:
-    """What to do with a step that was started."""
+def _delivery(worker: Worker, link: WorkerEnd) -> Callable[[PendingOutput], None]:
+    """Return the function that sends the results of a step that was started."""
     if not worker.is_output:
         return lambda pending: None
     if worker.device.type == "cpu":
-        return lambda pending: send(StepDone(pending.result()))
+        return lambda pending: link.send(StepDone(pending.result()))
     # A device is waited for on a thread of its own, so that the next step starts while this one runs.
     started: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
-    threading.Thread(target=_send_results, args=(started, send), daemon=True, name="results").start()
+    threading.Thread(target=_send_results, args=(started, link), daemon=True, name="results").start()
     return started.put
 
 
-def _send_results(started: queue.SimpleQueue[PendingOutput], send: Send) -> None:
+def _send_results(started: queue.SimpleQueue[PendingOutput], link: WorkerEnd) -> None:
     try:
         while True:
-            send(StepDone(started.get().result()))
+            link.send(StepDone(started.get().result()))
     except Exception as error:
-        send(failure(error))
-        os._exit(1)
+        link.fail(error)

@@ -1,54 +1,61 @@
-"""A worker in a process of its own; `executor.processes` starts it.
+"""A worker in a process of its own: connect to the core, get settings, serve.
 
-Its settings come as one line of JSON on standard input, which its parent keeps open: when that closes,
-because the parent ended in whatever way, so does this process. What it has to say goes to standard output,
-each message after its length.
+`executor.processes` starts it as a program, with the address of its link (JSON) as the only argument; an
+actor of a Ray cluster calls `serve_link`. It ends when the core does, in whatever way.
 """
 
 import faulthandler
 import os
 import signal
+import socket
 import sys
-import threading
-from collections.abc import Callable
-from typing import BinaryIO
 
 import msgspec
 
-from enginecore.executor.wire import LENGTH, WorkerMessage, WorkerSettings, encode_message
-from enginecore.parent import end_with_parent, private_stdout
+from enginecore.executor.link import LinkError, WorkerEnd
+from enginecore.executor.messages import LinkSettings, Listening, WorkerSettings
 
 
-def main() -> int:
-    """Serve until the parent goes away."""
+def main() -> None:
+    """Serve until the core goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    output = private_stdout()
-    line = sys.stdin.buffer.readline()
-    if not line:
-        return 0
-    end_with_parent()
-    settings = msgspec.json.decode(line, type=WorkerSettings)
-    # Only now what takes seconds to import: the parent may end meanwhile.
-    from enginecore.worker.loop import serve
-
-    status = serve(settings, _sender(output))
+    try:
+        serve_link(msgspec.json.decode(sys.argv[1], type=LinkSettings))
+    except LinkError as error:
+        sys.exit(str(error))
     sys.stderr.flush()
     # At once, without waiting for the threads of torch and gloo, of which some may wait for other ranks.
-    os._exit(status)
+    os._exit(0)
 
 
-def _sender(output: BinaryIO) -> Callable[[WorkerMessage], None]:
-    lock = threading.Lock()
+def serve_link(address: LinkSettings) -> None:
+    """Serve the core at the other end of a link. An exception is sent to it, and ends this process.
 
-    def send(message: WorkerMessage) -> None:
-        body = encode_message(message)
-        with lock:
-            output.write(LENGTH.pack(len(body)) + body)
-            output.flush()
+    Raises LinkError when the core cannot be reached.
+    """
+    link = WorkerEnd(address)
+    try:
+        settings = msgspec.json.decode(link.receive(), type=WorkerSettings)
+        listener = None
+        if not settings.rendezvous:
+            listener = _listen(settings.host)
+            host, port = listener.getsockname()[:2]
+            settings.rendezvous = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            link.send(Listening(settings.rendezvous))
+        # Only now what takes seconds to import: the core may end meanwhile, and other ranks want the address.
+        from enginecore.worker.loop import serve
 
-    return send
+        serve(settings, link, listener)
+    except Exception as error:
+        link.fail(error)
+
+
+def _listen(host: str) -> socket.socket:
+    """Listen on a free port of `host`, an address of this host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from enginecore.executor.step import BlockCopies, PositionLogprobs, RowStart, SampledTokens, StepOutput
-from enginecore.executor.wire import (
+from enginecore.executor.messages import (
     Failure,
     Loaded,
     Progress,
@@ -18,6 +17,7 @@ from enginecore.executor.wire import (
     encode_message,
     encode_step,
 )
+from enginecore.executor.step import BlockCopies, PositionLogprobs, RowStart, SampledTokens, StepOutput
 from enginecore.sampling_params import SamplingParams
 from steps import decode_only, ids
 

@@ -1,10 +1,11 @@
-"""How steps and results cross to worker processes: msgpack, arrays as raw bytes, nothing pickled.
+"""Messages between the core and its workers, and their encoding: msgpack, arrays as raw bytes, no pickle.
 
-Every type is known to the reader from the declarations in `runner.step` and here; no message can make it
+Every type is known to the reader from the declarations in `executor.step` and here; no message can make it
 build anything else.
 """
 
-import struct
+import time
+import traceback
 from typing import Any
 
 import msgspec
@@ -13,44 +14,43 @@ import numpy as np
 from enginecore.config import EngineConfig
 from enginecore.executor.step import StepInput, StepOutput
 
-LENGTH = struct.Struct("<I")
-"""Before each message in a stream of bytes: how many bytes it has."""
-
 _DTYPES = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "?": np.dtype("?")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class LinkSettings(msgspec.Struct):
-    """How a worker without a pipe to the core reaches it; see `executor.link`."""
+    """Address of the core's end of a link; see `executor.link`."""
 
-    steps: str
-    """ZMQ endpoint that steps come from."""
-    messages: str
+    down: str
+    """ZMQ endpoint that settings and steps come from."""
+    up: str
     """ZMQ endpoint that messages go to."""
-    key: str
-    """The core's public CURVE key in Z85, made for this link. Who knows it may connect."""
+    key: str | None
+    """The core's public CURVE key in Z85, made for this link: whoever knows it may connect. None over ipc."""
+    timeout: float
+    """Seconds in which to connect."""
 
 
 class WorkerSettings(msgspec.Struct):
-    """What a worker is started with."""
+    """First message from the core to a worker."""
 
     config: EngineConfig
     """`model` is a path on the worker's host."""
     rank: int
     tp: int
     pp: int
+    host: str
+    """Address of the worker's host at which the other ranks reach it."""
     local_rank: int
-    """Place among the ranks of its host that see the same devices: which of them is its own."""
+    """Index among the ranks of its host that see the same devices: which of them is its own."""
     local_size: int
     """Ranks on its host, which share its memory and cores."""
     rendezvous: str
-    """host:port, where rank 0 listens for the others."""
-    steps: str | None
+    """host:port where rank 0 listens for the others; empty for rank 0, which is to listen on `host`."""
+    ring: str | None
     """Address of the ring that brings the steps; None: they come over the link."""
-    reader: int = 0
-    """Place among the readers of the ring."""
-    link: LinkSettings | None = None
-    """None: there is a pipe to the core."""
+    reader: int
+    """Index among the readers of the ring."""
 
 
 class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads"):
@@ -61,6 +61,13 @@ class ExpertLoads(msgspec.Struct, tag="expert_loads", array_like=True):
     """Worker to core: the sum over all ranks, a list for each layer with experts; None if there is none."""
 
     layers: list[list[int]] | None
+
+
+class Listening(msgspec.Struct, tag="listening", array_like=True):
+    """Rank 0 to core: it listens for the other ranks."""
+
+    rendezvous: str
+    """host:port."""
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -90,6 +97,12 @@ class Failure(msgspec.Struct, tag="failure", array_like=True):
     at: int
     """Nanoseconds of the host's monotonic clock, which its processes share."""
 
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Return the message for an exception that is being handled."""
+        lines = traceback.format_exception(error)
+        return cls(type(error).__name__, str(error), "".join(lines), time.monotonic_ns())
+
 
 class StepDone(msgspec.Struct, tag="step", array_like=True):
     """Worker to core: a step's results."""
@@ -97,7 +110,7 @@ class StepDone(msgspec.Struct, tag="step", array_like=True):
     output: StepOutput
 
 
-WorkerMessage = Progress | Loaded | Failure | StepDone | ExpertLoads
+WorkerMessage = Listening | Progress | Loaded | Failure | StepDone | ExpertLoads
 
 
 def _encode_array(value: Any) -> tuple[str, tuple[int, ...], bytes]:
