@@ -81,7 +81,7 @@ def test_renders_as_transformers_does(
     assert ChatTemplate(template, stories).render(CONVERSATION, **options) == expected
 
 
-@pytest.mark.parametrize("model", [str(STORIES), "demo"])
+@pytest.mark.parametrize("model", [str(STORIES), pytest.param("demo", marks=pytest.mark.slow)])
 def test_real_templates_render_as_transformers_does(
     transformers_tokenizer: Callable[..., Any], model: str
 ) -> None:

@@ -83,6 +83,7 @@ def llama() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_demo_model_encodes_as_transformers_does(
     demo: Tokenizer, transformers_tokenizer: Callable[..., Any]
 ) -> None:
