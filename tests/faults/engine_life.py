@@ -12,8 +12,7 @@ from typing import Any
 
 import psutil
 
-from enginecore import AsyncEngine, SamplingParams
-from enginecore.async_engine import RequestStream
+from enginecore import AsyncEngine, Request, RequestStream, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import OctavoError
 
@@ -32,13 +31,15 @@ async def reach(engine: AsyncEngine, phase: str) -> Awaitable[Any]:
     await engine.ready()
     if phase == "idle":
         return _ended(engine)
-    stream = engine.add_request("r", PROMPT, LONG)
+    prompt = engine.frontend.prepare_prompt(PROMPT)
+    stream = engine.submit([Request("r", prompt, LONG)])
     async with asyncio.timeout(LIMIT_S):
         if phase == "decode":
             await anext(stream)
         while engine.stats.running == 0:
             await asyncio.sleep(0)
-    assert (stream.last_token is None) == (phase == "prefill")
+    [state] = stream.states
+    assert (state.last_token_time is None) == (phase == "prefill")
     return _drain(stream)
 
 

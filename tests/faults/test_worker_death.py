@@ -17,7 +17,7 @@ from enginecore import AsyncEngine
 from enginecore.config import make_config
 from enginecore.errors import OctavoError
 
-SECONDS_TO_GO = 3
+SECONDS_TO_GO = 60
 
 
 def slow(*values):

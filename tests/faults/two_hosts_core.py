@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +81,8 @@ def main(setup):
         while True:
             run(core, [Ask(list(range(200)), 200)])
     except OctavoError as error:
-        say([type(error).__name__, str(error), time.monotonic()])
+        cause = error.__cause__ or error
+        say([type(cause).__name__, str(cause)])
 
 
 def say(value):
