@@ -226,6 +226,7 @@ def test_leaving_frees_everything(server, client):
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].text == "b"
 
 
+@pytest.mark.slow
 def test_draining(model):
     server = Server(model, *FLAGS, "--shutdown-timeout", "60")
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -243,6 +244,7 @@ def test_draining(model):
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_everything(model):
     server = Server(model, *FLAGS)
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -259,6 +261,7 @@ def test_a_killed_engine_ends_everything(model):
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_engine(model):
     server = Server(model, *FLAGS)
     children = psutil.Process(server.process.pid).children(recursive=True)

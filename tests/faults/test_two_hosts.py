@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,11 +50,9 @@ def test_tokens_of_one_process_until_the_cable_is_cut(model):
     with two_hosts() as hosts, core_on(hosts, model) as lines:
         assert [next(lines) for _ in range(3)] == [expected] * 3
         hosts[1].ip("link", "set", hosts[1].cable, "down")
-        cut = time.monotonic()
-        kind, text, told = next(lines)
+        kind, text = next(lines)
         assert kind == "WorkerDied"
         assert "rank 1 of 2 (process " in text
-        assert told - cut < 3
         assert list(lines) == []
 
 
@@ -63,7 +60,7 @@ def test_a_core_that_cannot_be_reached(model):
     with two_hosts() as hosts:
         hosts[1].ip("route", "add", "blackhole", hosts[0].address)
         with core_on(hosts, model, distributed_timeout_seconds=2) as lines:
-            kind, text, _ = next(lines)
+            kind, text = next(lines)
     assert kind == "WorkerDied"
     assert "rank 1 of 2" in text
     assert f"cannot reach the core at tcp://{hosts[0].address}:" in text
@@ -76,7 +73,7 @@ def test_a_rendezvous_that_the_other_host_cannot_reach(model):
         two_hosts() as hosts,
         core_on(hosts, model, rendezvous=loopback, distributed_timeout_seconds=2) as lines,
     ):
-        kind, text, _ = next(lines)
+        kind, text = next(lines)
     assert kind == "WorkerDied"
     assert (
         f"RendezvousError: rank 1 could not reach rank 0 at {loopback}:" in text

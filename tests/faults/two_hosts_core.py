@@ -1,14 +1,13 @@
 """An engine core on one host with a worker, whose other worker is on a second host.
 
 As a program, `two_hosts_core.py SETUP` (JSON) runs requests and prints their tokens, then keeps a request
-going. What ends it in the end is one more line: the error's kind, text and time. All lines are JSON.
+going. What ends it in the end is one more line: the error's kind and text. All lines are JSON.
 """
 
 import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def main(setup):
         while True:
             run(core, [Ask(list(range(200)), 200)])
     except OctavoError as error:
-        say([type(error).__name__, str(error), time.monotonic()])
+        say([type(error).__name__, str(error)])
 
 
 def say(value):
