@@ -18,10 +18,10 @@ it was white, with a red edge, and when she held it to her ear she heard somebod
 far away. She told her mother, who only smiled. But the dog, who was lying on the mat, sat up and listened
 too.
 """
-"""What both vocabularies are trained on."""
+"""The training text of both vocabularies."""
 
 MERGES = 250
-"""How many tokens each vocabulary has beside its bytes, characters and special tokens."""
+"""Tokens of each vocabulary beside its bytes, characters and special tokens."""
 
 END_OF_TEXT = 256 + MERGES
 """The id of <|endoftext|>, the last of the byte-level vocabulary."""
@@ -109,7 +109,7 @@ def _trained(
 
 
 def _ways_to_merge(ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every two pieces that make a third, the third's rank first: what a converter makes of the scores."""
+    """All merges that make a piece, by its rank, as converters derive them from SentencePiece scores."""
     ways = []
     for piece, rank in ids.items():
         if rank >= BYTES_START + 256:

@@ -17,6 +17,8 @@ import pytest
 import successor_model
 
 PEPPER = "\N{HOT PEPPER}é语"
+LIMIT_S = 60
+"""Seconds after which waiting for a process or a state is given up, on the slowest machine."""
 
 
 class Server:
@@ -55,8 +57,8 @@ class Server:
         self.process.communicate()
 
 
-def _until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -216,13 +218,15 @@ def test_leaving_frees_everything(server, client):
     for stream in streams:
         next(iter(stream))
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.3).completions.create(**ask, n=4)
+        # So short that no machine generates thousands of tokens within it.
+        client.with_options(timeout=0.1).completions.create(**ask, n=4)
     for stream in streams:
         stream.close()
     server.wait_until_idle()
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].text == "b"
 
 
+@pytest.mark.slow
 def test_draining(model):
     server = Server(model, *FLAGS, "--shutdown-timeout", "60")
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -234,12 +238,13 @@ def test_draining(model):
         rest = list(stream)
         assert (first.choices[0].text + "".join(chunk.choices[0].text for chunk in rest)) == "z" * 200
         assert rest[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(30) == 0
-        assert psutil.wait_procs(children, timeout=10)[1] == []
+        assert server.process.wait(LIMIT_S) == 0
+        assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
     finally:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_everything(model):
     server = Server(model, *FLAGS)
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -251,17 +256,18 @@ def test_a_killed_engine_ends_everything(model):
             child.kill()
         with pytest.raises(openai.APIError, match="killed by signal 9"):
             list(stream)
-        assert server.process.wait(10) == 1
+        assert server.process.wait(LIMIT_S) == 1
     finally:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_engine(model):
     server = Server(model, *FLAGS)
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert children
     server.stop()
-    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
 
 
 def test_a_model_that_is_not_there(tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -18,10 +17,7 @@ from enginecore.config import make_config
 from enginecore.errors import OctavoError
 
 SECONDS_TO_GO = 60
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+"""Seconds after which waiting is given up, on the slowest machine."""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +36,9 @@ async def killed(options, phase, victim):
         workers = await workers_of(core.pid)
         target = core if victim == "core" else workers[victim]
         target.kill()
-        begin = time.monotonic()
         with pytest.raises(OctavoError) as caught:
             await asyncio.wait_for(waiting, SECONDS_TO_GO)
-        left = SECONDS_TO_GO - (time.monotonic() - begin)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, [core, *workers], left)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, [core, *workers], SECONDS_TO_GO)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
         return str(caught.value), target.pid
     finally:
@@ -54,8 +48,8 @@ async def killed(options, phase, victim):
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [
-        *[("load", 1), ("prefill", 0), ("idle", 1)],
-        *[slow("load", 0), slow("prefill", 1), slow("decode", 0), slow("decode", 1)],
+        *[("load", 0), ("load", 1), ("prefill", 0), ("prefill", 1)],
+        *[("decode", 0), ("decode", 1), ("idle", 1)],
     ],
 )
 def test_a_killed_worker(options, phase, victim):
@@ -63,20 +57,20 @@ def test_a_killed_worker(options, phase, victim):
     assert f"rank {victim} of {RANKS} (process {pid}) was killed by signal 9 (Killed)" in message
 
 
-@pytest.mark.parametrize(("phase", "victim"), [("decode", 1), slow("prefill", 0), slow("idle", 0)])
+@pytest.mark.parametrize(("phase", "victim"), [("decode", 1), ("prefill", 0), ("idle", 0)])
 def test_a_killed_stage(options, phase, victim):
     stages = {**options, "tensor_parallel_size": 1, "pipeline_parallel_size": RANKS}
     message, pid = asyncio.run(killed(stages, phase, victim))
     assert f"rank {victim} of {RANKS} (process {pid}) was killed by signal 9 (Killed)" in message
 
 
-@pytest.mark.parametrize("phase", ["decode", slow("load"), slow("prefill")])
+@pytest.mark.parametrize("phase", ["decode", "load", "prefill"])
 def test_a_killed_core(options, phase):
     message, _ = asyncio.run(killed(options, phase, "core"))
     assert "killed by signal 9" in message
 
 
-@pytest.mark.parametrize("phase", ["prefill", slow("load"), slow("decode")])
+@pytest.mark.parametrize("phase", ["prefill", "load", "decode"])
 def test_a_killed_parent(options, phase):
     program = Path(__file__).with_name("engine_life.py")
     command = [sys.executable, program, phase, json.dumps(options)]

@@ -1,7 +1,7 @@
 """An engine core on one host with a worker, whose other worker is on a second host.
 
 As a program, `two_hosts_core.py SETUP` (JSON) runs requests and prints their tokens, then keeps a request
-going. What ends it in the end is one more line: the error's kind, text and time. All lines are JSON.
+going. What ends it in the end is one more line: the error's kind and text. All lines are JSON.
 """
 
 import json

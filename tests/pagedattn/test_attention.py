@@ -38,9 +38,10 @@ def test_every_two_features(
     check(case, **options)
 
 
-def test_a_prefix_is_found_by_the_cases_of_one_prefix():
+def test_sequences_over_one_prefix():
     case = make_case([(1, 41), (1, 90), (33, 73), (20, 61), (5, 37)], shared_prefix=32)
     assert case.batch.shared_prefix == 32
+    check(case)
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -1,4 +1,4 @@
-"""How the C kernels come to be; in programs of their own, since a process loads them once."""
+"""Compiling and loading the C kernels; in programs of their own, since a process loads them once."""
 
 import os
 import subprocess

@@ -269,7 +269,6 @@ class TestReport:
 
 class TestCommand:
     def test_it_prints_a_table_and_draws(self, tmp_path, capsys):
-        pytest.importorskip("matplotlib")
         path = tmp_path / "some.csv"
         rows = [f"2023-11-16 18:15:{i:02}.0000000,{100 + i},{i + 1}" for i in range(20)]
         path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
