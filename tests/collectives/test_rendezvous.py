@@ -112,6 +112,7 @@ def in_threads(*functions):
     return outcomes
 
 
+@pytest.mark.slow
 def test_four_processes_get_the_groups_of_a_grid_and_of_another_afterwards():
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
@@ -309,6 +310,7 @@ def test_the_interface_is_that_of_the_route(monkeypatch):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_make_hosts(), reason=WHY_NO_HOSTS)
 def test_ranks_on_two_hosts_talk_over_the_interface_between_them():
     with two_hosts() as hosts:
@@ -324,6 +326,7 @@ def test_ranks_on_two_hosts_talk_over_the_interface_between_them():
     ], lines
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_make_hosts(), reason=WHY_NO_HOSTS)
 def test_groups_within_a_host_share_memory_also_when_there_are_several_hosts():
     with two_hosts() as hosts:

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -68,10 +67,8 @@ def test_what_a_rank_did_last_is_read_after_it_left():
 
 def test_a_rank_that_stays_away_is_named():
     mine, others = pair(0.2)
-    start = time.monotonic()
     with pytest.raises(RankLost, match=r"rank 1 of 2 did not come within 0\.2 s"):
         mine.meet()
-    assert time.monotonic() - start < 10
     for end in (mine, others):
         end.close()
 

@@ -47,6 +47,7 @@ def demo():
     return locate("demo")
 
 
+@pytest.mark.slow
 def test_the_demo_is_read_as_transformers_reads_it(demo):
     from transformers import AutoConfig
 

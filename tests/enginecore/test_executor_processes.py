@@ -37,7 +37,10 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in CONFIGS],
+)
 def model(request, tmp_path_factory):
     path = save_random(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
     byte_tokenizer.save(path)
@@ -77,6 +80,7 @@ def test_tokens_of_one_process_in_chunks_and_preempted(model, truth, executor):
     assert core.stats().preemptions > 0
 
 
+@pytest.mark.slow
 def test_a_user_has_two_ranks(tmp_path):
     path = save_random(llama_config(), tmp_path / "model")
     byte_tokenizer.save(path)
@@ -95,6 +99,7 @@ def test_a_user_has_two_ranks(tmp_path):
         llm.generate(prompts, params)
 
 
+@pytest.mark.slow
 def test_whole_experts_on_each_rank(tmp_path):
     path = save_random(mixtral_config(), tmp_path / "model")
     config = options(path, tensor_parallel_size=2, enable_expert_parallel=True)
@@ -103,6 +108,7 @@ def test_whole_experts_on_each_rank(tmp_path):
     executor.shutdown()
 
 
+@pytest.mark.slow
 def test_what_a_rank_refuses(tmp_path):
     path = save_random(llama_config(), tmp_path / "model")
     byte_tokenizer.save(path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -19,14 +20,14 @@ from checkpoints import llama_config, save_random
 from cores import Ask, message, run, start_core
 from enginecore import AsyncEngine
 from enginecore.core.engine_core import EngineCore
-from enginecore.errors import ConfigError, WorkerDied
+from enginecore.errors import ConfigError, EngineDeadError, WorkerDied
 from enginecore.executor.executor import make_executor
 from enginecore.executor.ray_cluster import rank_order
 from enginecore.model_files import locate
 from executors import Smaller, assert_same, options, ragged_asks
 
 pytestmark = pytest.mark.ray
-SECONDS_TO_GO = 3
+SECONDS_TO_GO = 60
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +114,17 @@ def test_a_killed_actor(two_ranks, model):
     core.add(0, message(0, Ask(list(range(100)), 400)))
     core.step()
     processes[1].kill()
-    begin = time.monotonic()
-    with pytest.raises(WorkerDied, match=rf"^rank 1 of 2 \(process {processes[1].pid}\) on \S+ ") as caught:
+    with pytest.raises(EngineDeadError) as caught:
         while True:
             core.step()
-    assert (caught.value.rank, caught.value.pid) == (1, processes[1].pid)
-    left = SECONDS_TO_GO - (time.monotonic() - begin)
-    assert psutil.wait_procs(processes, left)[1] == []
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerDied)
+    assert re.match(rf"rank 1 of 2 \(process {processes[1].pid}\) on \S+ ", str(cause))
+    assert (cause.rank, cause.pid) == (1, processes[1].pid)
+    assert psutil.wait_procs(processes, SECONDS_TO_GO)[1] == []
     assert groups() == []
 
 
-@pytest.mark.slow
 def test_stages_on_two_nodes(cluster, model, truth):
     config = ray_options(model, pipeline_parallel_size=2)
     executor, processes = start(config)
@@ -132,13 +133,12 @@ def test_stages_on_two_nodes(cluster, model, truth):
     assert_gone(processes)
 
 
-@pytest.mark.slow
 def test_a_killed_core(cluster, model, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     pids = asyncio.run(kill_core(ray_options(model, tensor_parallel_size=2)))
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    until = time.monotonic() + 10
+    until = time.monotonic() + SECONDS_TO_GO
     while groups() and time.monotonic() < until:
         time.sleep(0.05)  # Ray takes a core's bundles back in its own time
     assert groups() == []
@@ -164,7 +164,6 @@ def is_worker(process):
     return False
 
 
-@pytest.mark.slow
 def test_what_a_rank_refuses(cluster, model):
     with pytest.raises(ConfigError, match=r"rank [01]: .*the longest that fits is 33"):
         start(ray_options(model, tensor_parallel_size=2, num_blocks_override=2, max_model_len=100))

@@ -88,6 +88,7 @@ def test_loads_are_counted_once_and_from_the_first_request(tmp_path):
     assert start_core(save_random(llama_config(), tmp_path / "dense")).expert_loads() is None
 
 
+@pytest.mark.slow
 def test_slices_of_experts_count_each_token_once(tmp_path):
     config = options(save_random(mixtral_config(), tmp_path / "model"), tensor_parallel_size=2)
     executor = make_executor(config, locate(config.model))
@@ -96,6 +97,7 @@ def test_slices_of_experts_count_each_token_once(tmp_path):
     executor.shutdown()
 
 
+@pytest.mark.slow
 def test_from_loads_to_a_placement_with_a_copy_of_the_busiest(tmp_path, capsys):
     path = save_random(qwen3_moe_config(), tmp_path / "model")
     byte_tokenizer.save(path)

@@ -162,6 +162,7 @@ def test_options_that_are_wrong(model, options, message):
         LLM(str(model), **options)
 
 
+@pytest.mark.slow
 def test_two_engines_in_one_script_that_ends_by_itself(model):
     script = f"""
 from enginecore import LLM, SamplingParams
@@ -249,6 +250,8 @@ def test_a_float8_cache_stays_near_the_full_one(model):
 
 INTERRUPTED = """
 import signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from enginecore import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=64)
@@ -270,6 +273,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_engine_goes_on(model):
     """In a program of its own, since only a main thread is interrupted."""
     done = subprocess.run(

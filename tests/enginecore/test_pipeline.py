@@ -40,13 +40,10 @@ def grid(model, pp, tp=1, *, slow=False):
 CACHE_BYTES = 1 << 20
 
 GRIDS = [
-    grid("llama", 3),
     grid("qwen2", 2),
-    grid("gpt2", 2),
-    grid("mixtral", 2),
-    grid("gemma2", 2, tp=2),
-    *(grid(model, 2, tp=2, slow=True) for model in ("llama", "qwen2", "gpt2")),
-    *(grid(model, 2, slow=True) for model in ("llama", "gemma2")),
+    grid("llama", 3, slow=True),
+    *(grid(model, 2, slow=True) for model in ("llama", "gemma2", "gpt2", "mixtral")),
+    *(grid(model, 2, tp=2, slow=True) for model in ("llama", "qwen2", "gemma2", "gpt2")),
 ]
 
 

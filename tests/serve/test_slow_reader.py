@@ -28,6 +28,7 @@ def chunks(caller: Caller) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
+@pytest.mark.slow
 def test_a_reader_of_one_event_per_thousand_tokens(model):
     """It takes the first event, and the next only when all 2,000 tokens have been generated."""
     body = {"prompt": "z", "stream": True, "max_tokens": TOKENS, "temperature": 0, "logprobs": 0}
