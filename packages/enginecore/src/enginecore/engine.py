@@ -55,8 +55,7 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
-        if self._core.error is not None:
-            raise self._core.error
+        self._core.require_alive()
         for message in self.frontend.add(request).messages:
             self._core.add(0, message)
 
