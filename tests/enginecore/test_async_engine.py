@@ -118,6 +118,31 @@ def test_bad_requests_are_refused_at_once(model):
     assert with_engine(model, scenario)
 
 
+def test_a_request_that_cannot_be_sent_leaves_nothing(model):
+    params = SamplingParams(stop=["\ud800"])
+
+    async def scenario(engine):
+        for _ in range(2):
+            with pytest.raises(UnicodeEncodeError):
+                submit(engine, "same", "abc", params)
+        return engine.num_unfinished, len(engine.streams), engine.frontend.unfinished
+
+    assert with_engine(model, scenario) == (0, 0, 0)
+
+
+def test_who_waits_for_an_engine_that_is_shut_down_is_told(model):
+    async def scenario():
+        engine = AsyncEngine(make_config({"model": str(model), "device": "cpu"}))
+        waiting = asyncio.create_task(engine.ready())
+        await asyncio.sleep(0)
+        await engine.shutdown()
+        for ready in (waiting, engine.ready()):
+            with pytest.raises(EngineDeadError, match="the engine was shut down"):
+                await ready
+
+    asyncio.run(scenario())
+
+
 def test_a_killed_core_fails_its_streams(model):
     async def scenario(engine):
         streams = [submit(engine, str(i), "abc", LONG) for i in range(3)]

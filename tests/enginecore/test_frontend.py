@@ -359,6 +359,18 @@ def test_prompt_logprobs_arrive_once_and_start_with_none(frontend: Frontend, kin
     assert seen == ([rows, None] if kind is DELTA else [rows] * len(outputs))
 
 
+def test_prompt_logprobs_come_whole_when_another_sample_is_faster(frontend: Frontend) -> None:
+    """The second sample may start from cached blocks, the first one may not."""
+    params = SamplingParams(prompt_logprobs=0, n=2, max_tokens=2, output_kind=DELTA)
+    first, second = add(frontend, "r", Prompt(None, [1, 2, 3]), params)
+    pieces = [logprobs_of(first.number, [[(token, -1.0)]], [4]) for token in (2, 3)]
+    early = receive(frontend, step((second.number, 97, 0), prompt_logprobs=pieces[:1])).outputs
+    assert early == []
+    [output] = receive(frontend, step((first.number, 98, 0), prompt_logprobs=pieces[1:])).outputs
+    assert output.prompt_logprobs == [None, {2: Logprob(-1.0, 4, "\x02")}, {3: Logprob(-1.0, 4, "\x03")}]
+    assert [(sample.index, sample.token_ids) for sample in output.outputs] == [(0, [98]), (1, [97])]
+
+
 def test_the_only_token_of_a_prompt_has_no_logprobs(frontend: Frontend) -> None:
     [request] = add(frontend, "r", Prompt(None, [1]), SamplingParams(prompt_logprobs=3, max_tokens=1))
     [output] = receive(frontend, step((request.number, 97, 2))).outputs

@@ -280,3 +280,47 @@ def test_an_interrupted_engine_goes_on(model):
         [sys.executable, "-c", INTERRUPTED, str(model)], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+INTERRUPTED_STEPS = """
+import signal, sys
+from enginecore import LLMEngine, SamplingParams
+from enginecore.config import make_config
+
+options = {"dtype": "float32", "device": "cpu", "max_model_len": 64}
+engine = LLMEngine(make_config({"model": sys.argv[1], **options}))
+collect = engine._core._executor.collect
+
+def interrupted():
+    signal.raise_signal(signal.SIGINT)
+    return collect()
+
+engine._core._executor.collect = interrupted
+engine.add_request("a", "abc", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+last, interrupts = [], 0
+while engine.has_unfinished_requests():
+    try:
+        last = engine.step() or last
+    except KeyboardInterrupt:
+        interrupts += 1
+        if interrupts == 12:
+            engine._core._executor.collect = collect
+print(last[-1].outputs[0].token_ids, last[-1].finished)
+"""
+
+
+def test_no_output_is_lost_to_ctrl_c(model):
+    """Every step is interrupted, the last one too; its output is returned by the call after it."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_STEPS, str(model)], capture_output=True, text=True, timeout=120
+    )
+    expected = Oracle(model).greedy(list(b"abc"), 12)[0]
+    assert done.stdout == f"{expected} True\n", done.stderr
+
+
+def test_a_request_that_cannot_be_queued_leaves_nothing(llm):
+    good, bad = {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "\ud800"}
+    with pytest.raises(UnicodeEncodeError):
+        llm.generate([good, bad], SamplingParams(**GREEDY))
+    assert not llm.engine.has_unfinished_requests()
+    assert nothing_left(llm)

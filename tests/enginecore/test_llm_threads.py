@@ -1,6 +1,8 @@
 """One `LLM`, several threads (HC-95): every answer is the caller's own, and nobody hangs."""
 
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -89,3 +91,63 @@ def test_a_refused_call_hurts_no_other(model):
     assert isinstance(found[1], RequestError)
     assert found[0] * 2 == found[2]
     assert llm.engine.has_unfinished_requests() is False
+
+
+INTERRUPTED = """
+import signal, sys, threading
+from enginecore import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=64)
+params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+expected = llm.generate([{"prompt_token_ids": [7]}], params)[0].outputs[0].token_ids
+main, interrupted = threading.main_thread(), threading.Event()
+step, collect = llm.engine.step, llm.engine._core._executor.collect
+answers = []
+
+def step_in_main():
+    # The other thread's turn is over at once, so that the main thread runs the step of both.
+    return step() if interrupted.is_set() or threading.current_thread() is main else []
+
+def interrupt():
+    if not interrupted.is_set():
+        interrupted.set()
+        signal.raise_signal(signal.SIGINT)
+    return collect()
+
+llm.engine.step, llm.engine._core._executor.collect = step_in_main, interrupt
+other = threading.Thread(
+    target=lambda: answers.extend(llm.generate([{"prompt_token_ids": [7]}], params)), daemon=True
+)
+other.start()
+while not llm.engine.has_unfinished_requests():
+    pass
+try:
+    llm.generate([{"prompt_token_ids": [9]}], params)
+except KeyboardInterrupt:
+    other.join(60)
+    print([answer.outputs[0].token_ids for answer in answers] == [expected])
+    print(llm.engine.has_unfinished_requests(), llm._calls._finished)
+"""
+
+
+def test_ctrl_c_takes_nothing_from_other_threads(model):
+    """The step that the main thread is interrupted in is the last one of another thread's request."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(model)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["True", "False {}"], done.stderr
+
+
+def test_ctrl_c_while_requests_are_added_leaves_nothing(model):
+    llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
+    add = llm.engine.add
+
+    def interrupted(request):
+        add(request)
+        raise KeyboardInterrupt
+
+    llm.engine.add = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([{"prompt_token_ids": [7]}] * 2, GREEDY)
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().waiting == 0

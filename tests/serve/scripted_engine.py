@@ -198,6 +198,7 @@ class ScriptedEngine:
             for index in range(params.n)
         ]
         outputs = [output for step in zip(*samples, strict=True) for output in step]
+        outputs[1:] = [replace(output, prompt_logprobs=None) for output in outputs[1:]]
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
             return [_joined(outputs, params)]
         return [*(replace(output, finished=False) for output in outputs[:-1]), outputs[-1]]
@@ -272,4 +273,5 @@ def _joined(outputs: list[RequestOutput], params: SamplingParams) -> RequestOutp
                 else None,
             )
         )
-    return replace(outputs[-1], outputs=samples, finished=True)
+    prompt_logprobs = outputs[0].prompt_logprobs
+    return replace(outputs[-1], outputs=samples, finished=True, prompt_logprobs=prompt_logprobs)

@@ -247,6 +247,23 @@ def test_a_port_in_use():
     assert done.stderr == f"octavo-serve: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
 
 
+def test_a_signal_before_the_server_starts_is_not_lost():
+    """It comes where Python drops exceptions: in a weak reference's callback, of which imports have many."""
+    code = (
+        "import signal, sys, weakref\n"
+        "from octavo_serve import cli\n"
+        "def serve():\n"
+        "    thing = type('Thing', (), {})()\n"
+        "    weak = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))\n"
+        "    del thing\n"
+        "    print('went on')\n"
+        "cli._serve = serve\n"
+        "sys.exit(cli.main())"
+    )
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

@@ -161,6 +161,19 @@ async def test_echo_comes_first(client, engine):
     assert logprobs[0]["token_logprobs"][0] is None
 
 
+async def test_each_choice_has_the_logprobs_of_the_echo(client):
+    """Only the first output of a prompt brings them, and the choices need not begin with the same one."""
+    body = {**TEXT, "prompt": ["hi", "you"], "n": 2, "echo": True, "logprobs": 0}
+    found = chunks(await stream(client, "/v1/completions", body))
+    tokens: dict[int, list[str]] = {}
+    offsets: dict[int, list[int]] = {}
+    for choice in (chunk["choices"][0] for chunk in found):
+        tokens.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
+        offsets.setdefault(choice["index"], []).extend(choice["logprobs"]["text_offset"])
+    assert [tokens[index][:-1] for index in range(4)] == [list("hiab")] * 2 + [list("youab")] * 2
+    assert [offsets[index][:-1] for index in range(4)] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2, 3, 4]] * 2
+
+
 async def test_echo_without_generation(client):
     found = chunks(await stream(client, "/v1/completions", {**TEXT, "echo": True, "max_tokens": 0}))
     choices = [chunk["choices"][0] for chunk in found]

@@ -268,6 +268,7 @@ NOT_SUPPORTED = [
     ("add_special_tokens", True),
     ("chat_template_kwargs", {"chat_template": "{{ messages }}"}),
     ("chat_template_kwargs", {"tools": []}),
+    ("chat_template_kwargs", {"cache_salt": "x"}),
     ("truncate_prompt_tokens", 5),
 ]
 

@@ -136,6 +136,8 @@ class CompletionChunks(Chunks):
         super().__init__(head, body, prompts)
         self._body = body
         self._vocabulary = vocabulary
+        self._echoed: dict[int, tuple[bytes, int]] = {}
+        """Logprobs of a prompt and their characters, by its number: only its first output has them."""
 
     def encode(self, prompt: int, output: RequestOutput) -> bytes:
         return super().encode(prompt, without_new_tokens(output) if self._body.prompt_alone else output)
@@ -145,11 +147,13 @@ class CompletionChunks(Chunks):
             return []
         logprobs = b"null"
         if self._body.logprobs is not None:
-            shape = completion_logprobs(
-                output.prompt_token_ids, output.prompt_logprobs or [], self._vocabulary
-            )
-            choice.offset = sum(map(len, shape["tokens"]))
-            logprobs = _encode(shape)
+            prompt = index // self._samples
+            if prompt not in self._echoed:
+                shape = completion_logprobs(
+                    output.prompt_token_ids, output.prompt_logprobs or [], self._vocabulary
+                )
+                self._echoed[prompt] = _encode(shape), sum(map(len, shape["tokens"]))
+            logprobs, choice.offset = self._echoed[prompt]
         return [self._event(index, self._content(echoed_text(output, self._vocabulary)), logprobs, _RUNNING)]
 
     def _content(self, text: str) -> bytes:

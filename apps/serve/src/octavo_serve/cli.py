@@ -1,7 +1,7 @@
 """`octavo-serve`: read the options, take the port, then load everything else."""
 
+import os
 import signal
-import sys
 
 PROGRAM = "octavo-serve"
 
@@ -35,5 +35,8 @@ def _serve() -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    """End, with the status of an asked stop, when a signal comes before the server handles them itself."""
-    sys.exit(0)
+    """End, with the status of an asked stop, when a signal comes before the server handles them itself.
+
+    At once: an exception would be lost in a weak reference's callback, and imports have many.
+    """
+    os._exit(0)

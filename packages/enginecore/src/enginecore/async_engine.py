@@ -22,6 +22,8 @@ from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_SHUT_DOWN = "the engine was shut down"
+
 
 class AsyncEngine:
     """An engine whose core runs in a process of its own.
@@ -61,10 +63,16 @@ class AsyncEngine:
 
         Raises:
             OctavoError: it could not be loaded; the message says why in one line.
+            EngineDeadError: the engine was shut down, before or meanwhile.
         """
+        if self._stopping:
+            raise EngineDeadError(_SHUT_DOWN)
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
-        return await asyncio.shield(self._starting)
+        await asyncio.wait({self._starting})
+        if self._starting.cancelled():
+            raise EngineDeadError(_SHUT_DOWN)
+        return self._starting.result()
 
     def submit(self, requests: Sequence[Request]) -> RequestStream:
         """Submit all requests, or none, and return the stream of their outputs.
@@ -84,10 +92,14 @@ class AsyncEngine:
             raise
         stream = RequestStream([taken.state for taken in added], self._abort_stream)
         self.streams.add(stream)
-        for taken in added:
-            self._unfinished[taken.state.request.request_id] = taken.state, stream
-            for message in taken.messages:
-                client.send(message)
+        self._unfinished |= {taken.state.request.request_id: (taken.state, stream) for taken in added}
+        try:
+            for taken in added:
+                for message in taken.messages:
+                    client.send(message)
+        except BaseException:
+            self._abort_stream(stream)
+            raise
         return stream
 
     async def generate(
@@ -125,7 +137,7 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """End the core; unfinished streams fail."""
         self._stopping = True
-        self._fail_all("the engine was shut down")
+        self._fail_all(_SHUT_DOWN)
         for task in (self._reading, self._starting):
             if task is not None:
                 task.cancel()
@@ -213,7 +225,9 @@ class AsyncEngine:
     def _running(self) -> tuple[CoreClient, Frontend]:
         if self.error is not None:
             raise EngineDeadError(self.error)
-        if self._client is None or self.frontend is None or self._stopping:
+        if self._stopping:
+            raise EngineDeadError(_SHUT_DOWN)
+        if self._client is None or self.frontend is None:
             raise EngineDeadError("the engine is not ready")
         return self._client, self.frontend
 

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -36,6 +36,8 @@ class LLMEngine:
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
         self._core = EngineCore(config, make_executor(config, files))
         self.frontend.limits = self._core.limits
+        self._unreturned: list[RequestOutput] = []
+        """Outputs of a step that Ctrl-C kept from returning them."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -55,33 +57,47 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
+<<<<<<< HEAD
         self._core.require_alive()
         for message in self.frontend.add(request).messages:
             self._core.add(0, message)
+=======
+        if self._core.error is not None:
+            raise self._core.error
+        messages = self.frontend.add(request).messages
+        try:
+            for message in messages:
+                self._core.add(0, message)
+        except BaseException:
+            self.abort_request(request.request_id)
+            raise
+>>>>>>> h-review
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what changed for the requests in it; Ctrl-C waits for its end.
+        """Run one step and return what changed for the requests in it.
+
+        Ctrl-C waits for the step's end; the next call returns the outputs that it held up.
 
         Raises:
             EngineDeadError: the step failed, which ends the engine; `__cause__` is what it failed with.
         """
-        found: list[RequestOutput] = []
-        with _interrupts_wait():
-            stepped = self._core.step()
-        for outputs in stepped.values():
-            processed = self.frontend.process(outputs)
-            found += [state.output() for state in processed.changed if state.has_output]
-            if processed.stopped:
-                self._core.abort(0, processed.stopped)
+        with interrupts_wait():
+            for outputs in self._core.step().values():
+                processed = self.frontend.process(outputs)
+                self._unreturned += [state.output() for state in processed.changed if state.has_output]
+                if processed.stopped:
+                    self._core.abort(0, processed.stopped)
+        found, self._unreturned = self._unreturned, []
         return found
 
     def abort_request(self, request_id: str) -> None:
         """Forget a request; one that has ended already is passed over."""
         self._core.abort(0, self.frontend.abort(request_id))
+        self._unreturned = [output for output in self._unreturned if output.request_id != request_id]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether some request is still to finish."""
-        return self.frontend.unfinished > 0
+        """Whether `step` has something to run or to return."""
+        return self.frontend.unfinished > 0 or bool(self._unreturned)
 
     def stats(self) -> EngineStats:
         """Return the state after the last step."""
@@ -100,23 +116,35 @@ class LLMEngine:
 
 
 @contextmanager
-def _interrupts_wait() -> Generator[None]:
-    """Handle SIGINT afterwards, since a step that is cut short ends the engine; a second one at once."""
+def interrupts_wait() -> Generator[None]:
+    """Handle SIGINT at the end, since a step that is cut short ends the engine; a second one at once.
+
+    Within another `interrupts_wait` the end of the outer one counts.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(handler) or isinstance(handler, _WaitingInterrupt):
         yield
         return
-    waiting: list[FrameType | None] = []
-
-    def wait(number: int, frame: FrameType | None) -> None:
-        if waiting:
-            handler(number, frame)
-        waiting.append(frame)
-
-    signal.signal(signal.SIGINT, wait)
+    waiting = _WaitingInterrupt(handler)
+    signal.signal(signal.SIGINT, waiting)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if waiting:
-        handler(signal.SIGINT, waiting[0])
+    if waiting.came:
+        handler(signal.SIGINT, waiting.frame)
+
+
+class _WaitingInterrupt:
+    """Handler of SIGINT that notes the first one and hands a second to the handler it stands in for."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.came = False
+        self.frame: FrameType | None = None
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            self._handler(number, frame)
+        self.came, self.frame = True, frame

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from enginecore.config import make_config
-from enginecore.engine import LLMEngine
+from enginecore.engine import LLMEngine, interrupts_wait
 from enginecore.errors import RequestError
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.prompts import PromptInput
@@ -107,9 +107,10 @@ class _ConcurrentCalls:
 
     def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Run all prompts, or none if one cannot be run, and return their final outputs in order."""
-        with self.between_steps():
-            ids = self._add(prompts, params)
+        ids: list[str] = []
         try:
+            with self.between_steps():
+                self._add(ids, prompts, params)
             while self._step_or_wait(ids):
                 pass
             return [self._finished[request_id] for request_id in ids]
@@ -134,19 +135,17 @@ class _ConcurrentCalls:
                 self._changing -= 1
                 self._lock.notify_all()
 
-    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        ids: list[str] = []
+    def _add(self, ids: list[str], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        """Add all prompts, or none if one is refused; note each in `ids` before it is added."""
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
-                request_id = str(next(self._numbers))
-                self._engine.add(Request(request_id, prompt, wanted))
-                ids.append(request_id)
+                ids.append(str(next(self._numbers)))
+                self._engine.add(Request(ids[-1], prompt, wanted))
         except RequestError as error:
             self._abort(ids)
             if len(prompts) == 1:
                 raise
-            raise RequestError(f"prompt {len(ids)}: {error}", error.param) from error
-        return ids
+            raise RequestError(f"prompt {len(ids) - 1}: {error}", error.param) from error
 
     def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:
@@ -162,6 +161,16 @@ class _ConcurrentCalls:
             self._lock.wait_for(lambda: not (self._stepping or self._changing) or self._all_finished(ids))
             if self._all_finished(ids):
                 return False
+        # Ctrl-C must not keep from other threads what a step has for them.
+        with interrupts_wait():
+            self._step()
+        return True
+
+    def _step(self) -> None:
+        """Run one step and keep what has finished, unless another thread was faster."""
+        with self._lock:
+            if self._stepping or self._changing:
+                return
             self._stepping = True
         outputs: list[RequestOutput] = []
         try:
@@ -171,7 +180,6 @@ class _ConcurrentCalls:
                 self._finished |= {output.request_id: output for output in outputs if output.finished}
                 self._stepping = False
                 self._lock.notify_all()
-        return True
 
     def _all_finished(self, ids: Sequence[str]) -> bool:
         return all(request_id in self._finished for request_id in ids)

@@ -173,8 +173,15 @@ class RequestState:
 
     @property
     def has_output(self) -> bool:
-        """Whether the caller wants to hear of the request as it is now."""
-        return self.finished or self.request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        """Whether the caller wants to hear of the request as it is now.
+
+        With prompt logprobs that is once they are complete, as another sample may be faster than the one
+        that reports them.
+        """
+        if self.finished or self.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return self.finished
+        known = self.prompt_logprobs
+        return known is None or len(known) == len(self.request.prompt.token_ids)
 
     def output(self) -> RequestOutput:
         """Return the request as its output kind wants it."""

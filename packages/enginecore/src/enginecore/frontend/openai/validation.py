@@ -139,7 +139,7 @@ def _refuse(
 
 def check_template_kwargs(given: dict[str, Any] | None) -> None:
     """Raise RequestError when template variables of a request name what it may not set through them."""
-    for name in ("chat_template", "tools"):
+    for name in ("chat_template", "tools", "cache_salt"):
         if name in (given or {}):
             raise RequestError(f"chat_template_kwargs may not name {name}", "chat_template_kwargs")
 
