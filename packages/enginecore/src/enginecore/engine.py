@@ -57,13 +57,7 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
-<<<<<<< HEAD
         self._core.require_alive()
-        for message in self.frontend.add(request).messages:
-            self._core.add(0, message)
-=======
-        if self._core.error is not None:
-            raise self._core.error
         messages = self.frontend.add(request).messages
         try:
             for message in messages:
@@ -71,7 +65,6 @@ class LLMEngine:
         except BaseException:
             self.abort_request(request.request_id)
             raise
->>>>>>> h-review
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what changed for the requests in it.
