@@ -57,8 +57,7 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
-        if self._core.error is not None:
-            raise self._core.error
+        self._core.require_alive()
         messages = self.frontend.add(request).messages
         try:
             for message in messages:

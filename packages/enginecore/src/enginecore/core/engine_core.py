@@ -114,7 +114,7 @@ class EngineCore:
         Raises:
             EngineDeadError: the engine has ended.
         """
-        self._require_alive()
+        self.require_alive()
         self._clients.add(client)
         handle = client << _NUMBER_BITS | message.number
         sampling = message.sampling
@@ -155,14 +155,14 @@ class EngineCore:
         Raises:
             EngineDeadError: something in the step failed, or the engine had ended before.
         """
-        self._require_alive()
+        self.require_alive()
         try:
             return self._step()
         except BaseException as error:
             # A step that was cut short, by whatever, has changed some of the state and not the rest.
             self._end(error)
             if isinstance(error, Exception):
-                self._require_alive()
+                self.require_alive()
             raise
 
     def _step(self) -> dict[int, Outputs]:
@@ -192,10 +192,6 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
 
-    def _require_alive(self) -> None:
-        if self.error is not None:
-            raise EngineDeadError(str(self.error)) from self.error.__cause__
-
     def _start_steps(self) -> None:
         while len(self._in_flight) < self._executor.depth:
             plan = self._scheduler.plan()
@@ -203,6 +199,12 @@ class EngineCore:
                 break
             self._executor.submit(self._step_input(plan))
             self._in_flight.append(plan)
+
+    def require_alive(self) -> None:
+        """Raise EngineDeadError if the engine has ended."""
+        if self.error is not None:
+            # A new one each time, as what is raised keeps the frames that it went through.
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
 
     def check(self) -> None:
         """Walk the memory's invariants; raises when a block is lost or owned twice."""
@@ -225,7 +227,7 @@ class EngineCore:
 
     def expert_loads(self) -> np.ndarray | None:
         """Return how many tokens went to each expert; see `Executor.expert_loads`."""
-        self._require_alive()
+        self.require_alive()
         return self._executor.expert_loads()
 
     @property
@@ -235,12 +237,12 @@ class EngineCore:
 
     def check_workers(self) -> None:
         """Raise EngineDeadError if a worker has ended; for a time in which there is nothing to step."""
-        self._require_alive()
+        self.require_alive()
         try:
             self._executor.check()
         except EngineDeadError as error:
             self._end(error)
-            self._require_alive()
+            self.require_alive()
 
     def shutdown(self) -> None:
         """Give up the executor's devices."""
