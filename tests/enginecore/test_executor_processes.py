@@ -1,5 +1,6 @@
 """Worker processes: tensor parallelism gives the tokens of one process, and what a worker refuses is told."""
 
+import subprocess
 from dataclasses import replace
 
 import psutil
@@ -22,8 +23,10 @@ from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError, EngineDeadError, ModelError
+from enginecore.executor import link, processes
 from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
+from enginecore.private_folder import private_folder
 from enginecore.worker.runner.kv_sizing import cache_size
 from enginecore.worker.worker import agreed_size
 from executors import Smaller, assert_same, options, ragged_asks
@@ -155,6 +158,28 @@ def test_the_rank_with_least_room_decides():
     agreed = agreed_size(own, config, layout, 1000, Poorer(), torch.device("cpu"))
     assert (own.num_blocks, own.max_model_len) == (100, 1000)
     assert (agreed.num_blocks, agreed.max_model_len, agreed.host_blocks) == (40, 40 * 16 + 1, 0)
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch):
+    folders, started, popen = [], [], subprocess.Popen
+
+    def noted():
+        folders.append(private_folder())
+        return folders[-1]
+
+    def second_fails(*arguments, **options):
+        if started:
+            raise OSError("no more processes")
+        started.append(popen(*arguments, **options))
+        return started[0]
+
+    monkeypatch.setattr(link, "private_folder", noted)
+    monkeypatch.setattr(processes.subprocess, "Popen", second_fails)
+    with pytest.raises(OSError, match="no more processes"):
+        processes.start_processes(make_config({"device": "cpu", "tensor_parallel_size": 2}))
+    assert started[0].returncode is not None
+    assert len(folders) == 2
+    assert [folder for folder in folders if folder.exists()] == []
 
 
 def test_more_ranks_than_devices(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import httpx
@@ -33,6 +34,13 @@ def model(tmp_path_factory):
     return path
 
 
+def traced(engine):
+    """The frames that are kept of a late caller's error."""
+    with pytest.raises(EngineDeadError) as late:
+        engine.add_request("c", "abc", SHORT)
+    return [frame.name for frame in traceback.extract_tb(late.value.__traceback__)]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_in_one_process(model, fault):
     engine = LLMEngine(make_config({"model": str(model), **OPTIONS}))
@@ -47,6 +55,8 @@ def test_in_one_process(model, fault):
         with pytest.raises(EngineDeadError) as later:
             attempt()
         assert str(later.value) == str(first.value)
+    callers = [traced(engine), traced(engine)]
+    assert callers[0] == callers[1]
     engine.abort_request("a")
     engine.shutdown()
 

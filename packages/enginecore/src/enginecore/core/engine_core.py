@@ -192,11 +192,6 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
 
-    def require_alive(self) -> None:
-        """Raise EngineDeadError, with the first cause as its own, if the engine has ended."""
-        if self.error is not None:
-            raise EngineDeadError(str(self.error)) from self.error.__cause__
-
     def _start_steps(self) -> None:
         while len(self._in_flight) < self._executor.depth:
             plan = self._scheduler.plan()
@@ -204,6 +199,12 @@ class EngineCore:
                 break
             self._executor.submit(self._step_input(plan))
             self._in_flight.append(plan)
+
+    def require_alive(self) -> None:
+        """Raise EngineDeadError if the engine has ended."""
+        if self.error is not None:
+            # A new one each time, as what is raised keeps the frames that it went through.
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
 
     def check(self) -> None:
         """Walk the memory's invariants; raises when a block is lost or owned twice."""

@@ -42,6 +42,7 @@ def start_processes(config: EngineConfig) -> list[WorkerHandle]:
             started.append(WorkerProcess(rank, location, config.distributed_timeout_seconds))
     except BaseException:
         for worker in started:
+            worker.release()
             worker.end(0)
         raise
     return started
@@ -55,14 +56,18 @@ class WorkerProcess:
         self.rank = rank
         self.location = location
         self.link = CoreEnd(None, timeout)
-        # A session of its own, so that Ctrl-C in a terminal reaches the parent alone, which then decides.
-        self._process = subprocess.Popen(
-            [*_COMMAND, msgspec.json.encode(self.link.settings)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            # A session of its own, so that Ctrl-C in a terminal reaches the parent alone, which then decides.
+            self._process = subprocess.Popen(
+                [*_COMMAND, msgspec.json.encode(self.link.settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self.link.close()
+            raise
         self.pid = self._process.pid
         over = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, over)
