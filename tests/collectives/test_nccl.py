@@ -4,6 +4,7 @@ The tensors are in ordinary memory, and a stream is a number. What the calls do 
 them among threads, with the checks that every communicator must pass.
 """
 
+import importlib.metadata
 import importlib.util
 import shutil
 import threading
@@ -17,6 +18,7 @@ from fake_nccl import COMM, STREAM, Listener, Player, compile_library
 
 from collectives import NcclCommunicator, NcclError
 from collectives.nccl import communicator as module
+from collectives.nccl import library as library_module
 from collectives.nccl.library import NcclLibrary, UniqueId, default_library
 
 CPU = torch.device("cpu")
@@ -34,7 +36,7 @@ def nccl_header() -> Path | None:
 
 
 pytestmark = pytest.mark.skipif(
-    nccl_header() is None or shutil.which("gcc") is None, reason="needs nvidia-nccl-cu12 and gcc"
+    nccl_header() is None or shutil.which("gcc") is None, reason="needs NCCL's header and gcc"
 )
 
 
@@ -357,6 +359,50 @@ def test_the_library_that_a_variable_names_is_used(path, monkeypatch):
     ):
         default_library()
     default_library.cache_clear()
+
+
+def test_the_library_that_torch_has_loaded_comes_before_any_package(monkeypatch):
+    monkeypatch.delenv("OCTAVO_NCCL_LIBRARY", raising=False)
+    mapped = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libnccl.so.2" in line
+    }
+    if not mapped:
+        pytest.skip("this torch is linked with no NCCL")
+    monkeypatch.setattr(library_module.importlib.metadata, "distributions", lambda: [])
+    default_library.cache_clear()
+    assert {default_library().path} == mapped
+    default_library.cache_clear()
+
+
+def package(folder, name, file="nvidia/nccl/lib/libnccl.so.2"):
+    """An installed package of that name, with one file, in a folder of its own."""
+    info = folder / f"{name.replace('-', '_')}-2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (info / "RECORD").write_text(f"{file},,\n")
+    return importlib.metadata.Distribution.at(info)
+
+
+def test_the_package_for_torchs_cuda_is_taken_and_another_is_refused_by_name(monkeypatch, tmp_path):
+    both = [package(tmp_path / "12", "nvidia-nccl-cu12"), package(tmp_path / "13", "nvidia-nccl-cu13")]
+    monkeypatch.setattr(library_module.importlib.metadata, "distributions", lambda: both)
+    file = "nvidia/nccl/lib/libnccl.so.2"
+    assert library_module._installed("12.8") == str(tmp_path / "12" / file)
+    assert library_module._installed("13.0") == str(tmp_path / "13" / file)
+    assert library_module._installed(None) == str(tmp_path / "12" / file)
+    both.pop()
+    with pytest.raises(ImportError, match=r"torch is for CUDA 13\.0, .* nvidia-nccl-cu12 is for"):
+        library_module._installed("13.0")
+    both.pop()
+    assert library_module._installed("13.0") is None
+
+
+def test_another_major_version_is_refused_by_name(build):
+    newer = build("-DVERSION=30102")
+    with pytest.raises(ImportError, match=rf"{newer} has NCCL version 3\.1\.2; only versions 2\.x"):
+        NcclLibrary(str(newer))
 
 
 def test_a_library_that_is_too_old_or_lacks_a_function_is_named(build):

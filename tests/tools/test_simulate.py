@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -279,6 +280,23 @@ class TestCommand:
         assert "| TTFT p99, s" in printed
         assert "shortest-first" in printed
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_the_first_command_of_its_documentation_runs_in_a_checkout(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        text = (Path(__file__).parents[2] / "tools/simulate.md").read_text()
+        command = next(line for line in text.splitlines() if "tools/simulate.py" in line).split()
+        assert main(command[command.index("tools/simulate.py") + 1 :]) == 0
+        assert "azure_conversation" in capsys.readouterr().out
+        assert (tmp_path / "runs.png").stat().st_size and (tmp_path / "runs.json").stat().st_size
+
+    def test_a_whole_trace_is_read_from_the_folder_that_is_named(self, tmp_path, capsys):
+        whole = tmp_path / "AzureLLMInferenceTrace_code.csv"
+        whole.write_text("".join(AZURE_CODE.read_text().splitlines(keepends=True)[:5]))
+        assert main(["azure-code", "--folder", str(tmp_path)]) == 0
+        assert "4 requests" in capsys.readouterr().out
+        assert main(["mooncake-synthetic", "--folder", str(tmp_path)]) == 1
+        assert main(["mooncake-synthetic"]) == 1
+        assert capsys.readouterr().err.count("tools/simulate.md says where") == 2
 
     def test_a_trace_that_is_not_there_is_said_so(self, capsys):
         assert main(["--trace", "nowhere.csv"]) == 1

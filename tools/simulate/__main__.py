@@ -48,8 +48,14 @@ def parser() -> argparse.ArgumentParser:
     )
     traffic = root.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group(required=True)
-    source.add_argument("name", nargs="?", choices=traces.FILES, help="a trace in ../shared/data/traces")
+    source.add_argument("name", nargs="?", choices=traces.FILES, help="a public trace")
     source.add_argument("--trace", type=Path, metavar="PATH", help="any file in one of the two formats")
+    traffic.add_argument(
+        "--folder",
+        type=Path,
+        metavar="PATH",
+        help="folder of the whole public traces (default: the excerpts in tests/data/traces)",
+    )
     traffic.add_argument("--rate", type=_positive_float, default=1.0, help="times as many requests a second")
     traffic.add_argument("--duration", type=_positive_float, metavar="S", help="the first S seconds only")
     traffic.add_argument("--max-output", type=_positive, metavar="N", help="cut outputs to N tokens")
@@ -118,7 +124,7 @@ def _blocks(text: str) -> int:
 
 def load_trace(options: argparse.Namespace) -> traces.Trace:
     """Load the trace that the options name. Raises ValueError or OSError."""
-    trace = traces.load(options.trace or traces.FOLDER / traces.FILES[options.name])
+    trace = traces.load(options.trace or traces.path_of(options.name, options.folder))
     if options.duration:
         trace = trace.first(options.duration)
     if options.max_output:

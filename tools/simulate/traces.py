@@ -19,7 +19,16 @@ FILES = {
     "mooncake-conversation": "mooncake_conversation_trace.jsonl",
     "mooncake-synthetic": "mooncake_synthetic_trace.jsonl",
 }
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+"""File names of the whole traces."""
+
+EXCERPTS = {
+    "azure-conv": "azure_conversation.csv",
+    "azure-code": "azure_code.csv",
+    "mooncake-conversation": "mooncake_conversation.jsonl",
+}
+"""File names in tests/data/traces of the first 100 or 200 requests of a trace."""
+
+_EXCERPTS_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "data" / "traces"
 
 _NUM_IDS = 2**31 - 1
 
@@ -94,6 +103,22 @@ class Trace:
             raise ValueError(f"{self.name} has no hash ids, so it has no 512-token blocks to fill up")
         blocks = np.array([ids.size for ids in self.hash_ids])
         return replace(self, prompts=blocks * HASH_BLOCK + 1)
+
+
+def path_of(name: str, folder: Path | None) -> Path:
+    """Return the file of the trace `name`: the whole one in `folder`, or without a folder its excerpt.
+
+    Raises FileNotFoundError, saying where the whole traces come from, if there is none.
+    """
+    if folder is None and name in EXCERPTS:
+        return _EXCERPTS_FOLDER / EXCERPTS[name]
+    path = None if folder is None else folder / FILES[name]
+    if path is None or not path.exists():
+        missing = f"{name} has no excerpt in the repository" if path is None else f"{path} is not there"
+        raise FileNotFoundError(
+            f"{missing}: tools/simulate.md says where the whole traces come from; --folder names their folder"
+        )
+    return path
 
 
 def load(path: Path) -> Trace:

@@ -4,8 +4,9 @@ Signatures and codes are those of nccl.h, release 2.27; they have not changed si
 """
 
 import ctypes
-import importlib.util
+import importlib.metadata
 import os
+import re
 from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,8 @@ OPS = {"sum": 0, "max": 2, "min": 3}
 _VARIABLE = "OCTAVO_NCCL_LIBRARY"
 _FILE = "libnccl.so.2"
 _OLDEST = (2, 20, 0)
+_MAJOR = 2
+_DISTRIBUTION = re.compile(r"nvidia-nccl-cu(\d+)")
 
 
 class UniqueId(Structure):
@@ -91,11 +94,16 @@ class NcclLibrary:
             self._library = ctypes.CDLL(path)
         except OSError as error:
             raise OSError(
-                f"cannot load NCCL from {path}: {error}. Install nvidia-nccl-cu12, "
+                f"cannot load NCCL from {path}: {error}. Install torch for CUDA, which brings NCCL, "
                 f"or name the library's file in {_VARIABLE}"
             ) from error
         missing = [name for name in _SIGNATURES if not hasattr(self._library, name)]
         self.version = (0, 0, 0) if "ncclGetVersion" in missing else self._read_version()
+        if not missing and self.version[0] != _MAJOR:
+            raise ImportError(
+                f"{path} has NCCL version {_dotted(self.version)}; only versions {_MAJOR}.x can be used, "
+                f"from {_dotted(_OLDEST)} on"
+            )
         if missing or self.version < _OLDEST:
             raise ImportError(
                 f"{path} has NCCL version {_dotted(self.version)}, and {_dotted(_OLDEST)} is the oldest that "
@@ -134,18 +142,42 @@ class NcclLibrary:
 
 @cache
 def default_library() -> NcclLibrary:
-    """Load the library that OCTAVO_NCCL_LIBRARY names, or nvidia-nccl-cu12's, or the system's."""
-    return NcclLibrary(os.environ.get(_VARIABLE) or _installed() or _FILE)
+    """Load the library that OCTAVO_NCCL_LIBRARY names, or the one that torch has loaded, or an installed
+    package's, or the system's."""
+    return NcclLibrary(os.environ.get(_VARIABLE) or _loaded() or _installed(torch.version.cuda) or _FILE)
 
 
-def _installed() -> str | None:
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return None
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    files = [Path(folder) / "lib" / _FILE for folder in folders]
-    return next((str(file) for file in files if file.exists()), None)
+def _loaded() -> str | None:
+    """Return the file of the NCCL in this process: torch for CUDA is linked with one."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    files = {line.split(maxsplit=5)[-1] for line in lines if line.endswith(f"/{_FILE}")}
+    return min(files, default=None)
+
+
+def _installed(cuda: str | None) -> str | None:
+    """Return the file of the installed nvidia-nccl package for the CUDA version `cuda`, or of any for None.
+
+    Raises ImportError when there are only packages for other major versions of CUDA.
+    """
+    others = []
+    for distribution in importlib.metadata.distributions():
+        name = distribution.name or ""
+        found = _DISTRIBUTION.fullmatch(name)
+        if found is None:
+            continue
+        if cuda is not None and found[1] != cuda.split(".")[0]:
+            others.append(name)
+            continue
+        for file in distribution.files or []:
+            if file.name == _FILE:
+                return str(file.locate())
+    if others:
+        raise ImportError(
+            f"torch is for CUDA {cuda}, and the installed {', '.join(sorted(others))} is for another major "
+            f"version: install torch with the NCCL it asks for, or name the library's file in {_VARIABLE}"
+        )
+    return None
 
 
 def _dotted(version: tuple[int, int, int]) -> str:

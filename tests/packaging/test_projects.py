@@ -1,0 +1,56 @@
+"""What the pyproject.toml of each package and app states, and that its README says how to install it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted(path.parent for path in ROOT.glob("*/*/pyproject.toml"))
+PROJECTS = {
+    project["name"]: (folder, project)
+    for folder in FOLDERS
+    for project in [tomllib.loads((folder / "pyproject.toml").read_text())["project"]]
+}
+
+
+def test_all_are_found():
+    libraries = {"kvblocks", "batchsched", "pagedattn", "collectives"}
+    assert set(PROJECTS) == {*libraries, "enginecore", "octavo-offline", "octavo-serve"}
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_siblings_are_needed_in_their_own_version(name):
+    _, project = PROJECTS[name]
+    needed = [Requirement(line) for line in project["dependencies"]]
+    siblings = {line.name: str(line.specifier) for line in needed if line.name in PROJECTS}
+    assert siblings == {sibling: f"=={PROJECTS[sibling][1]['version']}" for sibling in siblings}
+    assert bool(siblings) == (name in {"enginecore", "octavo-offline", "octavo-serve"})
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_no_package_asks_for_nccl_unless_told_to(name):
+    _, project = PROJECTS[name]
+    assert not [line for line in project["dependencies"] if line.startswith("nvidia")]
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_the_licence_is_the_repositorys(name):
+    folder, project = PROJECTS[name]
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert project["license-files"] == ["LICENSE"]
+    assert project["authors"] == [{"name": "Octavo contributors"}]
+    assert "urls" not in project and project["classifiers"]
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_the_readme_says_how_to_install_it_alone(name):
+    folder, _ = PROJECTS[name]
+    text = (folder / "README.md").read_text()
+    section = re.search(r"^## Install\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    inside = folder.relative_to(ROOT).as_posix()
+    for way in (f"path/to/octavo/{inside}", f"#subdirectory={inside}", f"--find-links dist {name}"):
+        assert way in section[1]
