@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from enginecore.config import EngineConfig
 from enginecore.core.client import CoreClient, CoreProcess
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
+from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.output_processor import RequestState
 from enginecore.frontend.request import Request
@@ -27,11 +28,13 @@ class AsyncEngine:
     """An engine whose core runs in a process of its own.
 
     The constructor returns at once, while the core loads the model; `ready` waits for it. Everything else is
-    to be called from one event loop.
+    to be called from one event loop, in the process that made it: after a fork, calls in the child raise
+    ForkError.
     """
 
     def __init__(self, config: EngineConfig, *, name: str | None = None) -> None:
         """`name` is what metrics call the model; its path or id when left out."""
+        self._made_here = MadeHere()
         self.config = config
         self.metrics = Metrics(name or config.model)
         self.stats = EngineStats()
@@ -62,6 +65,7 @@ class AsyncEngine:
         Raises:
             OctavoError: it could not be loaded; the message says why in one line.
         """
+        self._made_here.check()
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -103,6 +107,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; its stream raises RequestAbortedError. One that has ended is passed over."""
+        self._made_here.check()
         if request_id in self._unfinished:
             _, stream = self._unfinished[request_id]
             self.interrupt(stream, RequestAbortedError(f"request {request_id!r} was aborted"))
@@ -123,7 +128,9 @@ class AsyncEngine:
         return len(self._unfinished)
 
     async def shutdown(self) -> None:
-        """End the core; unfinished streams fail."""
+        """End the core; unfinished streams fail. In a fork, whose core it is not, do nothing."""
+        if not self._made_here:
+            return
         self._stopping = True
         self._fail_all("the engine was shut down")
         for task in (self._reading, self._starting):
@@ -211,6 +218,7 @@ class AsyncEngine:
                 self._client.send(AbortRequests(numbers))
 
     def _running(self) -> tuple[CoreClient, Frontend]:
+        self._made_here.check()
         if self.error is not None:
             raise EngineDeadError(self.error)
         if self._client is None or self.frontend is None or self._stopping:
