@@ -79,12 +79,25 @@ def test_asking_for_the_kernels_by_name_does_not_fall_back(tmp_path):
     assert "BackendUnavailable: there is no C compiler" in done.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named_once_and_a_temporary_one_serves(tmp_path):
+    blocked, temporary = tmp_path / "file", tmp_path / "temporary"
+    blocked.touch()
+    temporary.mkdir()
+    done = run(ATTEND, OCTAVO_CACHE=str(blocked), TMPDIR=str(temporary))
+    assert done.stdout.split() == ["cpu", "32.0", "32.0"], done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert str(blocked) in done.stderr
+    assert "OCTAVO_CACHE names a folder for them" in done.stderr
+    assert list(temporary.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_torch_takes_over(tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
-    done = run(ATTEND, OCTAVO_CACHE=str(blocked))
+    program = f"import tempfile; tempfile.tempdir = {str(blocked)!r}" + ATTEND
+    done = run(program, OCTAVO_CACHE=str(blocked))
     assert done.stdout.split()[0] == "torch"
-    assert "OCTAVO_CACHE names another" in done.stderr
+    assert "there is nowhere to compile the kernels" in done.stderr
 
 
 def test_one_openmp_runtime_serves_torch_and_the_kernels():

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from enginecore.config import EngineConfig
 from enginecore.core.client import CoreClient, CoreProcess
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
+from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.output_processor import RequestState
 from enginecore.frontend.request import Request
@@ -29,11 +30,13 @@ class AsyncEngine:
     """An engine whose core runs in a process of its own.
 
     The constructor returns at once, while the core loads the model; `ready` waits for it. Everything else is
-    to be called from one event loop.
+    to be called from one event loop, in the process that made it: after a fork, calls in the child raise
+    ForkError.
     """
 
     def __init__(self, config: EngineConfig, *, name: str | None = None) -> None:
         """`name` is what metrics call the model; its path or id when left out."""
+        self._made_here = MadeHere()
         self.config = config
         self.metrics = Metrics(name or config.model)
         self.stats = EngineStats()
@@ -65,6 +68,7 @@ class AsyncEngine:
             OctavoError: it could not be loaded; the message says why in one line.
             EngineDeadError: the engine was shut down, before or meanwhile.
         """
+        self._made_here.check()
         if self._stopping:
             raise EngineDeadError(_SHUT_DOWN)
         if self._starting is None:
@@ -115,6 +119,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; its stream raises RequestAbortedError. One that has ended is passed over."""
+        self._made_here.check()
         if request_id in self._unfinished:
             _, stream = self._unfinished[request_id]
             self.interrupt(stream, RequestAbortedError(f"request {request_id!r} was aborted"))
@@ -135,7 +140,9 @@ class AsyncEngine:
         return len(self._unfinished)
 
     async def shutdown(self) -> None:
-        """End the core; unfinished streams fail."""
+        """End the core; unfinished streams fail. In a fork, whose core it is not, do nothing."""
+        if not self._made_here:
+            return
         self._stopping = True
         self._fail_all(_SHUT_DOWN)
         for task in (self._reading, self._starting):
@@ -223,6 +230,7 @@ class AsyncEngine:
                 self._client.send(AbortRequests(numbers))
 
     def _running(self) -> tuple[CoreClient, Frontend]:
+        self._made_here.check()
         if self.error is not None:
             raise EngineDeadError(self.error)
         if self._stopping:

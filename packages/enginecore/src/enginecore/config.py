@@ -76,6 +76,7 @@ class EngineConfig:
         None, "plan a step while another runs; default: on devices, not on a CPU"
     )
 
+    plugin_path: str = option(".", "folder in which modules of plug-ins are looked for, after installed ones")
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"

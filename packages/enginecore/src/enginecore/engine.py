@@ -11,6 +11,7 @@ import numpy as np
 from enginecore.config import EngineConfig
 from enginecore.core.engine_core import EngineCore
 from enginecore.executor.executor import make_executor
+from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
 from enginecore.frontend.text.loading import load_tokenizer
@@ -24,7 +25,8 @@ from enginecore.sampling_params import SamplingParams
 class LLMEngine:
     """An engine in this process: add requests, call `step` until none is unfinished.
 
-    One thread at a time may call it; `LLM` may be shared by threads.
+    One thread at a time may call it; `LLM` may be shared by threads. In a process that was forked after this
+    one made it, calls raise ForkError.
 
     Raises:
         OctavoError: the model cannot be loaded or the options contradict each other.
@@ -32,6 +34,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         files = locate(config.model, config.revision)
+        self._made_here = MadeHere()
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
         self._core = EngineCore(config, make_executor(config, files))
@@ -57,6 +60,7 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
+        self._made_here.check()
         self._core.require_alive()
         messages = self.frontend.add(request).messages
         try:
@@ -74,6 +78,7 @@ class LLMEngine:
         Raises:
             EngineDeadError: the step failed, which ends the engine; `__cause__` is what it failed with.
         """
+        self._made_here.check()
         with interrupts_wait():
             for outputs in self._core.step().values():
                 processed = self.frontend.process(outputs)
@@ -85,6 +90,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """Forget a request; one that has ended already is passed over."""
+        self._made_here.check()
         self._core.abort(0, self.frontend.abort(request_id))
         self._unreturned = [output for output in self._unreturned if output.request_id != request_id]
 
@@ -101,11 +107,13 @@ class LLMEngine:
 
         None for a model without experts.
         """
+        self._made_here.check()
         return self._core.expert_loads()
 
     def shutdown(self) -> None:
-        """Give the model's memory back."""
-        self._core.shutdown()
+        """Give the model's memory back; in a fork, where it is another process's, do nothing."""
+        if self._made_here:
+            self._core.shutdown()
 
 
 @contextmanager

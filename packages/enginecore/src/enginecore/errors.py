@@ -29,6 +29,10 @@ class EngineDeadError(OctavoError, RuntimeError):
     """The engine has ended; no request can be run any more."""
 
 
+class ForkError(OctavoError, RuntimeError):
+    """The engine belongs to another process, of which this one is a fork."""
+
+
 class WorkerDied(EngineDeadError):
     """A worker has ended, and the engine with it; the message names rank, process and how it ended."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from enginecore.config import make_config
 from enginecore.engine import LLMEngine, interrupts_wait
 from enginecore.errors import RequestError
+from enginecore.forks import MadeHere
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.prompts import PromptInput
 from enginecore.outputs import RequestOutput
@@ -28,10 +29,13 @@ class LLM:
     Raises:
         ConfigError: an option is unknown or out of range.
         ModelError: the model cannot be loaded.
+
+    In a process that was forked after this one made it, calls raise ForkError.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self.engine = LLMEngine(make_config({"model": model, **options}))
+        self._made_here = MadeHere()
         self._calls = _ConcurrentCalls(self.engine)
 
     def generate(
@@ -48,6 +52,7 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters cannot be run as asked; none of them was run.
         """
+        self._made_here.check()
         many = _as_prompts(prompts)
         return self._run([self.engine.frontend.prepare_prompt(prompt) for prompt in many], params)
 
@@ -62,6 +67,7 @@ class LLM:
         Raises:
             RequestError: as `generate`, or the template refuses a conversation.
         """
+        self._made_here.check()
         prepare = self.engine.frontend.prepare_chat
         return self._run(
             [prepare(turns, **template_options) for turns in _as_conversations(messages)], params
@@ -72,13 +78,15 @@ class LLM:
 
         None for a model without experts. `tools/expert_placement.py` makes a placement of these counts.
         """
+        self._made_here.check()
         with self._calls.between_steps():
             return self.engine.expert_loads()
 
     def shutdown(self) -> None:
-        """Give the model's memory back."""
-        with self._calls.between_steps():
-            self.engine.shutdown()
+        """Give the model's memory back; in a fork, where it is another process's, do nothing."""
+        if self._made_here:
+            with self._calls.between_steps():
+                self.engine.shutdown()
 
     def _run(
         self, prompts: list[Prompt], params: SamplingParams | Iterable[SamplingParams] | None

@@ -18,10 +18,12 @@ from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, ModelError
 from enginecore.messages import CoreMessage, EngineLimits, Failed, FrontendMessage
 from enginecore.private_folder import private_folder
+from enginecore.threads import user_environment
 
 _START = msgspec.json.Decoder(EngineLimits | Failed)
 _SECONDS_TO_END = 5.0
-_COMMAND = (sys.executable, "-m", "enginecore.core.process")
+_COMMAND = (sys.executable, "-P", "-m", "enginecore.core.process")
+"""-P: files in the working folder are not taken for libraries of their names."""
 
 
 class CoreProcess:
@@ -36,6 +38,7 @@ class CoreProcess:
         # A session of its own, so that Ctrl-C in a terminal reaches the front-end alone, which then decides.
         self._process = subprocess.Popen(
             _COMMAND,
+            env=user_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -35,6 +35,7 @@ from enginecore.executor.messages import (
     encode_step,
 )
 from enginecore.executor.step import StepInput, StepOutput
+from enginecore.forks import MadeHere
 from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 
@@ -118,7 +119,7 @@ class DistributedExecutor:
             self.shutdown()
             raise
         # An executor that is dropped, or left to the end of the program, ends its workers too.
-        weakref.finalize(self, _end, self._workers, self._ring, _TO_END)
+        weakref.finalize(self, _end_if_ours, MadeHere(), self._workers, self._ring)
         self.limits = self._loaded[0]
         self.depth = depth(config, self.limits)
 
@@ -295,6 +296,12 @@ class DistributedExecutor:
         if isinstance(error, WorkerDied):
             logger.error("%s\n%s", error, error.details)
         raise error
+
+
+def _end_if_ours(made_here: MadeHere, workers: Sequence[WorkerHandle], ring: RingBroadcast | None) -> None:
+    # A fork drops its copy too, at its own end.
+    if made_here:
+        _end(workers, ring, _TO_END)
 
 
 def _end(workers: Sequence[WorkerHandle], ring: RingBroadcast | None, timeout: float) -> None:

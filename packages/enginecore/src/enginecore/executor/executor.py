@@ -12,6 +12,7 @@ from enginecore.errors import ConfigError
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
+from enginecore.threads import prepare as prepare_threads
 from enginecore.worker.models.families import decoder_spec
 
 
@@ -76,6 +77,7 @@ def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
     """
     backend = config.distributed_executor_backend or ("inproc" if config.world_size == 1 else "mp")
     if backend == "inproc":
+        prepare_threads()
         from enginecore.executor.inproc import InprocExecutor
 
         return InprocExecutor(config, files)

@@ -20,9 +20,11 @@ from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.executor.distributed import Ending, RankLocation, WorkerHandle
 from enginecore.executor.link import CoreEnd
+from enginecore.threads import user_environment
 
 _KEPT_LINES = 40
-_COMMAND = (sys.executable, "-m", "enginecore.worker.process")
+_COMMAND = (sys.executable, "-P", "-m", "enginecore.worker.process")
+"""-P: files in the working folder are not taken for libraries of their names."""
 _CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
 """What gloo prints of every group that it has made."""
 
@@ -60,6 +62,7 @@ class WorkerProcess:
             # A session of its own, so that Ctrl-C in a terminal reaches the parent alone, which then decides.
             self._process = subprocess.Popen(
                 [*_COMMAND, msgspec.json.encode(self.link.settings)],
+                env=user_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

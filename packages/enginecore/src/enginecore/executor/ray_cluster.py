@@ -21,6 +21,7 @@ from enginecore.errors import ConfigError, EngineDeadError
 from enginecore.executor.distributed import Ending, RankLocation, WorkerHandle
 from enginecore.executor.link import CoreEnd, LinkError
 from enginecore.executor.messages import LinkSettings
+from enginecore.threads import THREAD_VARIABLES, user_environment
 
 try:
     import ray
@@ -277,8 +278,9 @@ def _remove(group: PlacementGroup) -> None:
 
 def _environment() -> dict[str, str | None]:
     """Variables to set for workers: Ray defaults to one compute thread each, we to a share of the cores."""
-    carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
-    return {**carried, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+    own = user_environment()
+    carried = {name: value for name, value in own.items() if name.startswith(_CARRIED)}
+    return {**carried, **{name: own.get(name) for name in THREAD_VARIABLES}}
 
 
 def _reason(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """A worker's part in a distributed executor: load the model, run steps, send results."""
 
-import os
 import queue
 import socket
 import threading
@@ -43,8 +42,6 @@ def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) 
     device = pick_device(config.device, settings.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.local_size))
     comms = make_communicators(
         Grid(pp=settings.pp, tp=settings.tp),
         settings.rank,

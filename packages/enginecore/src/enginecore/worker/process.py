@@ -14,6 +14,7 @@ import msgspec
 
 from enginecore.executor.link import LinkError, WorkerEnd
 from enginecore.executor.messages import LinkSettings, Listening, WorkerSettings
+from enginecore.threads import prepare as prepare_threads
 
 
 def main() -> None:
@@ -43,6 +44,7 @@ def serve_link(address: LinkSettings) -> None:
             host, port = listener.getsockname()[:2]
             settings.rendezvous = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             link.send(Listening(settings.rendezvous))
+        prepare_threads(settings.local_size)
         # Only now what takes seconds to import: the core may end meanwhile, and other ranks want the address.
         from enginecore.worker.loop import serve
 

@@ -44,18 +44,31 @@ def load_library() -> ctypes.CDLL:
 
     Raises BackendUnavailable when there is no compiler or it fails; the message holds what it said.
     """
-    path = _cache_folder() / _key() / "kernels.so"
+    cache_folder = _cache_folder()
+    path = None if cache_folder is None else cache_folder / _key() / "kernels.so"
     _share_openmp()
-    if path.exists():
+    if path is not None and os.access(path, os.R_OK):
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
             logger.warning("the kernels are compiled again, since those of before do not load: %s", error)
-    _compile(_find_compiler(), path)
+    compiler = _find_compiler()
     try:
-        return ctypes.CDLL(str(path))
+        if path is None:
+            raise OSError("there is no home directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _compile(compiler, path.parent, path)
     except OSError as error:
-        raise BackendUnavailable(f"the compiled kernels cannot be loaded: {error}") from error
+        logger.warning(
+            "the kernels of attention on the CPU are compiled anew by each process, since they cannot be kept "
+            "(%s); %s names a folder for them",
+            error,
+            CACHE_VARIABLE,
+        )
+    try:
+        return _compile(compiler, Path(tempfile.gettempdir()), None)
+    except OSError as error:
+        raise BackendUnavailable(f"there is nowhere to compile the kernels: {error}") from error
 
 
 @cache
@@ -69,17 +82,16 @@ def usable() -> bool:
     return True
 
 
-def _cache_folder() -> Path:
+def _cache_folder() -> Path | None:
+    """Return the folder of compiled kernels; None where the user has no home directory."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named) / "pagedattn"
     caches = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(caches) if caches else Path.home() / ".cache") / "octavo" / "pagedattn"
-    except RuntimeError as error:
-        raise BackendUnavailable(
-            f"there is no home directory for the kernels; set {CACHE_VARIABLE}"
-        ) from error
+    except RuntimeError:
+        return None
 
 
 def _key() -> str:
@@ -113,16 +125,14 @@ def _find_compiler() -> list[str]:
     )
 
 
-def _compile(compiler: list[str], path: Path) -> None:
-    """Build beside `path` and move into place, so that processes that start together do not meet."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=path.parent)
-    except OSError as error:
-        raise BackendUnavailable(
-            f"the kernels' folder {path.parent} cannot be written ({error.strerror}); "
-            f"{CACHE_VARIABLE} names another"
-        ) from error
+def _compile(compiler: list[str], parent: Path, path: Path | None) -> ctypes.CDLL:
+    """Build in a folder of its own in `parent`, load the kernels, and move them to `path`, if one is given.
+
+    Processes that start together do not meet, and none finds kernels that are half written or do not load.
+
+    Raises OSError when nothing can be written, BackendUnavailable when the kernels do not compile or load.
+    """
+    folder = tempfile.mkdtemp(dir=parent)
     try:
         sources = sorted(SOURCES.glob("*.c"))
         commands = [[*compiler, *_FLAGS, "-c", str(source)] for source in sources]
@@ -133,9 +143,16 @@ def _compile(compiler: list[str], path: Path) -> None:
         objects = [f"{source.stem}.o" for source in sources]
         # Without -fopenmp here: the one runtime of the process is torch's, see _share_openmp.
         _check(_run([[*compiler, "-shared", *objects, "-o", "kernels.so", "-lm"]], folder))
-        (Path(folder) / "kernels.so").replace(path)
+        made = Path(folder) / "kernels.so"
+        try:
+            library = ctypes.CDLL(str(made))
+        except OSError as error:
+            raise BackendUnavailable(f"the compiled kernels cannot be loaded: {error}") from error
+        if path is not None:
+            made.replace(path)
+        return library
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(commands: Sequence[list[str]], folder: str) -> str | None:

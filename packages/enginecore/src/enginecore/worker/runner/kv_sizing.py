@@ -6,16 +6,20 @@ from pathlib import Path
 import psutil
 import torch
 
+from enginecore.cgroups import ROOT, groups, read_number
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from pagedattn import KVLayout
 
-_CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (
-    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-    (_CGROUP / "memory" / "memory.limit_in_bytes", _CGROUP / "memory" / "memory.usage_in_bytes"),
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Where a container's memory limit and use stand, in version 2 and version 1 of control groups."""
+"""Files of a control group's limit and use, and the line of its `memory.stat` that is not in use.
+
+At `memory.high` the kernel slows a group's processes down and takes back what it can.
+"""
 
 _CPU_SHARE = 0.4
 _CPU_DEFAULT = 4 << 30
@@ -77,7 +81,7 @@ def cpu_bytes(config: EngineConfig, ranks: int = 1) -> int:
         ConfigError: more was asked for than is free.
     """
     swap = int(config.swap_space * 2**30)
-    free = _free_memory() // ranks - swap
+    free = free_memory() // ranks - swap
     each = "" if ranks == 1 else f" for each of {ranks} ranks"
     if free < 0:
         raise ConfigError(
@@ -105,14 +109,29 @@ def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:
     return max(0, int(total * config.gpu_memory_utilization) - others - peak)
 
 
-def _free_memory() -> int:
+def free_memory(root: Path = ROOT) -> int:
+    """Return the bytes that this process may still take, by the machine and by each of its control groups.
+
+    Cached pages of files that nobody has used of late count as free: the kernel drops them when memory is
+    wanted. `root` is where proc and sys are mounted.
+    """
     free = psutil.virtual_memory().available
-    for limit_file, used_file in _CGROUP_FILES:
-        if limit_file.is_file() and used_file.is_file():
-            ceiling = limit_file.read_text().strip()
-            if ceiling != "max":
-                free = min(free, max(0, int(ceiling) - int(used_file.read_text())))
+    for group in groups("memory", root):
+        for limit_name, used_name, reclaimable_name in _GROUP_FILES:
+            limit, used = read_number(group / limit_name), read_number(group / used_name)
+            if limit is not None and used is not None:
+                kept = max(0, used - _statistic(group / "memory.stat", reclaimable_name))
+                free = min(free, max(0, limit - kept))
     return free
+
+
+def _statistic(path: Path, name: str) -> int:
+    """Return a value of a group's `memory.stat`, 0 where it is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
 
 
 def _size(count: int) -> str:
