@@ -1,8 +1,8 @@
 """Engine options: one frozen record, validated once, built from keywords, flags, environment or a file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from enginecore.errors import ConfigError
 
@@ -166,6 +166,40 @@ _AT_LEAST = {
     "pipeline_parallel_size": 1,
     "max_logprobs": -1,
 }
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `EngineConfig` but for the model, as keyword arguments."""
+
+    tokenizer: str | None
+    revision: str | None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    seed: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    scheduling_policy: str
+    time_slice_tokens: int
+    preemption_mode: Literal["recompute", "swap"]
+    block_size: int
+    enable_prefix_caching: bool
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_blocks_override: int | None
+    swap_space: float
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    enable_expert_parallel: bool
+    expert_placement: str | None
+    distributed_executor_backend: Literal["inproc", "mp", "ray"] | None
+    distributed_timeout_seconds: float
+    async_scheduling: bool | None
+    plugins: Sequence[str]
+    max_logprobs: int
+    chat_template: str | None
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:

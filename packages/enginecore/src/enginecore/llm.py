@@ -4,12 +4,12 @@ import itertools
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import msgspec
 import numpy as np
 
-from enginecore.config import make_config
+from enginecore.config import EngineOptions, make_config
 from enginecore.engine import LLMEngine
 from enginecore.errors import RequestError
 from enginecore.frontend.request import Prompt, Request
@@ -30,7 +30,7 @@ class LLM:
         ModelError: the model cannot be loaded.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str = "demo", **options: Unpack[EngineOptions]) -> None:
         self.engine = LLMEngine(make_config({"model": model, **options}))
         self._calls = _ConcurrentCalls(self.engine)
 

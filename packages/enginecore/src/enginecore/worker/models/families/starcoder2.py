@@ -20,9 +20,7 @@ def starcoder2(config: dict[str, Any]) -> DecoderSpec:
         config,
         norm="layer",
         norm_eps=config.get("norm_epsilon", 1e-5),
-        activation=activation(
-            config, "hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu")
-        ),
+        activation=activation(config, "hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu")),
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
