@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Starcoder2Config
 
 from checkpoints import (
     Oracle,
@@ -78,6 +78,8 @@ FAMILIES = {
     "phi3 long": lambda: phi3(rope_parameters=longrope(32), original_max_position_embeddings=32),
     "gpt2": lambda: gpt2_config(),
     "gpt2 untied": lambda: gpt2_config(tie_word_embeddings=False, n_inner=80, activation_function="gelu"),
+    "starcoder2": lambda: Starcoder2Config(**random_sizes(tie_word_embeddings=True), sliding_window=9),
+    "starcoder2 untied": lambda: Starcoder2Config(**random_sizes(), sliding_window=None),
     "gemma": lambda: gemma_config(1),
     "gemma multi-query": lambda: gemma_config(1, num_key_value_heads=1, attention_bias=True),
     "gemma2": lambda: gemma_config(2, attn_logit_softcapping=8.0, final_logit_softcapping=5.0),
@@ -185,3 +187,65 @@ def test_what_is_not_supported_is_named(changes, message, tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         logits(path, PROMPT)
+
+
+def test_starcoder2_without_biases(tmp_path):
+    path = save_random(Starcoder2Config(**random_sizes(use_bias=False), sliding_window=None), tmp_path)
+    torch.testing.assert_close(logits(path, PROMPT), Oracle(path).logits(PROMPT), atol=2e-3, rtol=0)
+
+
+LONGER = [(5 * i * i + 3 * i + 7) % 256 for i in range(150)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "longest"),
+    [
+        (rope(rope_type="linear", factor=4.0), 256),
+        (rope(rope_type="dynamic", factor=4.0), 256),
+        (rope(rope_type="yarn", factor=4.0), 256),
+        (rope(rope_type="yarn", factor=8.0, original_max_position_embeddings=32), 256),
+        (LLAMA3, 64),
+    ],
+)
+def test_scaling_says_how_long_a_sequence_may_be(parameters, longest, tmp_path):
+    """Linear, dynamic and yarn stretch the original length by their factor, llama3 says the stretched one."""
+    path = save_random(llama_config(rope_parameters=parameters, max_position_embeddings=64), tmp_path)
+    core = start_core(path, num_blocks_override=20)
+    assert core.limits.max_model_len == longest
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+@pytest.mark.parametrize("length", [30, 62, 100])
+def test_greedy_tokens_beyond_the_original_length(kind, length, tmp_path):
+    """Also where the prompt comes in chunks, and where the sequence outgrows the original length of 64."""
+    parameters = rope(rope_type=kind, factor=4.0)
+    path = save_random(llama_config(rope_parameters=parameters, max_position_embeddings=64), tmp_path)
+    prompt = LONGER[:length]
+    core = start_core(path, max_num_batched_tokens=24, num_blocks_override=40)
+    answers = run(core, [Ask(prompt, 50), Ask(LONGER[10:30], 50)])
+    for ask, answer in ((prompt, answers[0]), (LONGER[10:30], answers[1])):
+        assert same_tokens(answer.tokens, *Oracle(path).greedy(ask, 50))
+
+
+def test_dynamic_rope_shares_no_prefix_beyond_the_original_length(tmp_path):
+    parameters = rope(rope_type="dynamic", factor=4.0)
+    path = save_random(llama_config(rope_parameters=parameters, max_position_embeddings=64), tmp_path)
+    core = start_core(path, num_blocks_override=60)
+    first, longer = run(core, [Ask(LONGER[:100], 10)])[0], run(core, [Ask(LONGER[:120], 10)])[0]
+    assert (first.cached, longer.cached) == (0, 0)
+    assert same_tokens(longer.tokens, *Oracle(path).greedy(LONGER[:120], 10))
+    short, again = run(core, [Ask(LONGER[:60], 20)])[0], run(core, [Ask(LONGER[:60], 20)])[0]
+    assert (short.cached, again.cached) == (0, 48)
+    assert again.tokens == short.tokens
+
+
+def test_dynamic_rope_after_a_preemption(tmp_path):
+    """Four requests of 130 tokens do not fit in 24 blocks of 16 at once."""
+    parameters = rope(rope_type="dynamic", factor=4.0)
+    path = save_random(llama_config(rope_parameters=parameters, max_position_embeddings=64), tmp_path)
+    core = start_core(path, num_blocks_override=24)
+    prompts = [LONGER[i : i + 40 + 20 * i] for i in range(4)]
+    answers = run(core, [Ask(prompt, 90) for prompt in prompts])
+    assert core.stats().preemptions > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert same_tokens(answer.tokens, *Oracle(path).greedy(prompt, 90))

@@ -301,3 +301,19 @@ class TestCommand:
     def test_a_trace_that_is_not_there_is_said_so(self, capsys):
         assert main(["--trace", "nowhere.csv"]) == 1
         assert "nowhere.csv" in capsys.readouterr().err
+
+    def test_a_policy_of_ones_own_is_replayed_or_named(self, tmp_path, capsys, monkeypatch):
+        (tmp_path / "simulated_policies.py").write_text(
+            "from batchsched import Fcfs\n\nclass Own(Fcfs):\n    pass\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.path", [*__import__("sys").path])
+        command = ["--trace", str(AZURE_CODE), "--duration", "60", "--policy", "fcfs"]
+        out = tmp_path / "runs.json"
+        assert main([*command, "simulated_policies:Own", "--json", str(out)]) == 0
+        runs = json.loads(out.read_text())["runs"]
+        assert runs["simulated_policies:Own"] == runs["fcfs"]
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "simulated_policies:Missing"])
+        assert ended.value.code == 2
+        assert "simulated_policies:Missing: module simulated_policies" in capsys.readouterr().err

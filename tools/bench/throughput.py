@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Ask(NamedTuple):
@@ -37,7 +37,7 @@ def ragged(count: int, seed: int) -> list[Ask]:
 class Octavo:
     """The engine in this process."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: Literal["float32", "bfloat16"]) -> None:
         from enginecore import LLM
 
         self._llm = LLM("demo", dtype=dtype, max_model_len=1024, max_num_seqs=64, device="cpu")

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from enginecore import LLM, SamplingParams
+from enginecore.config import EngineOptions
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPTS = 128
@@ -14,8 +15,10 @@ TOKENS = 128
 
 def check_engine(interpret: bool) -> dict[str, Any]:
     """A greedy answer that is known, then, on a GPU, many prompts at once for tokens a second."""
-    options = {"device": "cpu", "num_blocks_override": 64} if interpret else {"device": "cuda"}
-    llm = LLM(model="demo", max_model_len=512, **options)
+    options: EngineOptions = {"max_model_len": 512, "device": "cpu" if interpret else "cuda"}
+    if interpret:
+        options["num_blocks_override"] = 64
+    llm = LLM("demo", **options)
     try:
         answer = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].text
         found: dict[str, Any] = {"checks": {"answer": {"passed": "Paris" in answer, "answer": answer}}}

@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from batchsched import Fcfs, Limits, Policy, Preemption, Priority, Recompute, ShortestFirst, Swap, TimeSlice
+from enginecore.core.policies import load_policy
+from enginecore.errors import ConfigError
 from simulate import report, traces
 from simulate.cluster import Cluster
 from simulate.device import DEVICES
@@ -38,7 +40,19 @@ def policy_factory(name: str, options: argparse.Namespace) -> Callable[[], Polic
             return lambda: TimeSlice(options.quantum)
         case "shortest-first":
             return lambda: ShortestFirst(options.work_ageing)
-    raise ValueError(f"{name} is none of the policies {', '.join(POLICIES)}")
+    return lambda: load_policy(name)
+
+
+def _policy(text: str) -> str:
+    if text in POLICIES:
+        return text
+    try:
+        load_policy(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error} (policies: {', '.join(POLICIES)}, or module:Class)"
+        ) from error
+    return text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,7 +90,14 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--host-blocks", type=_natural, default=0, metavar="N", help="host tier, a rank")
     machine.add_argument("--no-prefix-caching", action="store_true")
     scheduling = root.add_argument_group("scheduling")
-    scheduling.add_argument("--policy", nargs="+", choices=POLICIES, default=["fcfs"], help="one run each")
+    scheduling.add_argument(
+        "--policy",
+        nargs="+",
+        type=_policy,
+        default=["fcfs"],
+        metavar="POLICY",
+        help=f"one run each: {', '.join(POLICIES)}, or module:Class",
+    )
     scheduling.add_argument("--preemption", choices=PREEMPTIONS, default="recompute")
     scheduling.add_argument("--max-num-seqs", type=_positive, default=256)
     scheduling.add_argument("--max-num-batched-tokens", type=_positive, default=2048, help="a step's budget")

@@ -1,6 +1,6 @@
 """Continuous batching with chunked prefill and preemption."""
 
-from batchsched.memory import Memory
+from batchsched.memory import Memory, SwapMemory
 from batchsched.policy import (
     Candidates,
     Fcfs,
@@ -53,5 +53,6 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "Swap",
+    "SwapMemory",
     "TimeSlice",
 ]

@@ -81,13 +81,17 @@ class Memory(Protocol):
         """Release the row's blocks. No step in flight reads or writes them any more."""
         ...
 
+
+class SwapMemory(Memory, Protocol):
+    """Memory with a host tier, which the preemption mode `Swap` needs."""
+
     def swap_out(self, row: int) -> bool:
         """Free the row and keep its computed blocks in the host tier, to be restored by `allocate`.
 
-        Returns False, with nothing changed, if there is no room. Called by `Swap` only.
+        Returns False, with nothing changed, if there is no room.
         """
         ...
 
     def discard(self, prefix: Any) -> None:
-        """Drop the prefix's copy in the host tier, if it has one. Called by `Swap` only."""
+        """Drop the prefix's copy in the host tier, if it has one."""
         ...

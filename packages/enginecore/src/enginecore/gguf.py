@@ -5,6 +5,7 @@ takes seconds where this takes tens of milliseconds; every process of an engine 
 """
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,9 @@ _ARCHITECTURES = {
 }
 
 ROPE_FACTORS = "rope_freqs.weight"
+
+_PART_NUMBER, _PART_COUNT, _PART_TENSORS = "split.no", "split.count", "split.tensors.count"
+"""Metadata of a model that llama.cpp's gguf-split has put into several files; numbers begin at 0."""
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -85,12 +89,53 @@ class Contents(NamedTuple):
 
 @lru_cache(maxsize=4)
 def read(path: Path) -> Contents:
-    """Open a GGUF file; tensors stay on disk until used.
+    """Open a GGUF file, and the other parts if it is the first of several; tensors stay on disk until used.
 
     Raises:
-        ModelError: it is not a GGUF file, or is cut short.
+        ModelError: it is not a GGUF file, is cut short or a later part, or other parts are not beside it.
     """
-    return Contents(*read_header(path))
+    first = Contents(*read_header(path))
+    count = first.metadata.get(_PART_COUNT, 1)
+    number = first.metadata.get(_PART_NUMBER, 0)
+    if number > 0:
+        raise ModelError(
+            f"{path} is part {number + 1} of a model in {count} GGUF files: give the first, "
+            f"{_part(path, 0, count).name}"
+        )
+    tensors = dict(first.tensors)
+    for index in range(1, count):
+        tensors |= _read_part(_part(path, index, count), index, count)
+    expected = first.metadata.get(_PART_TENSORS, len(tensors))
+    if count > 1 and len(tensors) != expected:
+        raise ModelError(
+            f"{path}: its {count} parts hold {len(tensors)} tensors, not the {expected} it names"
+        )
+    return Contents(first.metadata, tensors)
+
+
+def _read_part(path: Path, index: int, count: int) -> dict[str, StoredTensor]:
+    """Return the tensors of a part after the first."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: it is part {index + 1} of a model in {count} GGUF files")
+    metadata, tensors = read_header(path)
+    if (metadata.get(_PART_NUMBER), metadata.get(_PART_COUNT)) != (index, count):
+        raise ModelError(f"{path} is not part {index + 1} of {count}, which its name says it is")
+    return tensors
+
+
+def _part(path: Path, index: int, count: int) -> Path:
+    """Return the path of another part of the model that `path` is a part of.
+
+    Raises:
+        ModelError: the name of `path` does not say how the others are called.
+    """
+    stem, found = re.subn(r"-\d{5}-of-\d{5}$", f"-{index + 1:05d}-of-{count:05d}", path.stem)
+    if not found:
+        raise ModelError(
+            f"{path} is one of {count} GGUF files of a model: they must be called "
+            f"NAME-00001-of-{count:05d}.gguf and so on, as llama.cpp calls them"
+        )
+    return path.with_name(stem + path.suffix)
 
 
 def hf_config(path: Path) -> dict[str, Any]:

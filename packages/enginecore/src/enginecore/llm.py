@@ -4,12 +4,12 @@ import itertools
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import msgspec
 import numpy as np
 
-from enginecore.config import make_config
+from enginecore.config import EngineOptions, make_config
 from enginecore.engine import LLMEngine, interrupts_wait
 from enginecore.errors import RequestError
 from enginecore.forks import MadeHere
@@ -33,7 +33,7 @@ class LLM:
     In a process that was forked after this one made it, calls raise ForkError.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str = "demo", **options: Unpack[EngineOptions]) -> None:
         self.engine = LLMEngine(make_config({"model": model, **options}))
         self._made_here = MadeHere()
         self._calls = _ConcurrentCalls(self.engine)

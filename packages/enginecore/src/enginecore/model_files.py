@@ -5,6 +5,7 @@ Needs no torch: the front-end reads configuration and tokenizer from here too.
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ _DEMO_SAMPLING = {"temperature": 0.0}
 """So small a model soon loses its way when its tokens are drawn by lot."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+"""What the hub may know: anything else is a path."""
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -50,7 +53,8 @@ def locate(model: str, revision: str | None = None) -> ModelFiles:
         return ModelFiles(model, path, gguf.hf_config(path), generation)
     config = read_json(path / "config.json")
     if config is None:
-        raise ModelError(f"{path} has no config.json: it is not a model folder")
+        files = _near(path / "x.gguf")
+        raise ModelError(f"{path} has no config.json: it is not a model folder{files}")
     return ModelFiles(model, path, config, read_json(path / "generation_config.json") or {})
 
 
@@ -76,8 +80,9 @@ def _demo_path() -> Path:
 
 
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    looks_like_hub_id = model.count("/") <= 1 and not model.startswith((".", "/", "~"))
-    if not looks_like_hub_id:
+    if Path(model).suffix == ".gguf":
+        raise ModelError(f"there is no file {model}{_near(Path(model).expanduser())}")
+    if not _HUB_ID.fullmatch(model):
         raise ModelError(f"there is no folder or .gguf file {model}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -89,6 +94,12 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
         raise ModelError(
             f"there is no folder {model!r}, and the hub did not give it either: {first_line}"
         ) from error
+
+
+def _near(path: Path) -> str:
+    """Return what to say of the .gguf files that lie where `path` was looked for."""
+    there = sorted(file.name for file in path.parent.glob("*.gguf"))
+    return f"; {path.parent} has {', '.join(there[:3])}" if there else ""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -7,28 +7,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchsched import (
     Committed,
-    Fcfs,
     Limits,
     Policy,
-    Priority,
     Recompute,
     Request,
     RequestRefused,
     Scheduler,
-    ShortestFirst,
     StepPlan,
     StepResult,
     Swap,
-    TimeSlice,
 )
 from enginecore.config import EngineConfig
+from enginecore.core.policies import make_policy
 from enginecore.errors import EngineDeadError
-from enginecore.executor.executor import Executor
-from enginecore.executor.step import SampledTokens, StepInput, StepOutput
+from enginecore.executor.executor import Executor, make_executor
+from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
+from enginecore.model_files import ModelFiles
+from enginecore.plugins import import_all
 from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,22 @@ _NUMBER_BITS = 40
 """A request's handle is its client above this bit and the client's own number below it."""
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
+_NO_LOGITS = "the model's logits are NaN or infinite: its weights are damaged, or too large for its dtype"
+
 _Logprobs = list[tuple[int, PositionLogprobs]]
 """By handle."""
+
+
+def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
+    """Import plug-ins, start the workers, and return a core once they are ready.
+
+    Raises:
+        ConfigError: a plug-in or the policy cannot be had, before anything is started; or as `make_executor`.
+        ModelError, EngineDeadError: as `make_executor`.
+    """
+    import_all(config.plugins)
+    policy = make_policy(config)
+    return EngineCore(config, make_executor(config, files), policy)
 
 
 class _Counters:
@@ -67,7 +81,7 @@ class EngineCore:
     EngineDeadError, whose `__cause__` leads to the first error.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, policy: Policy | None = None) -> None:
         self._executor = executor
         self.limits = limits = executor.limits
         self._memory = PagedMemory(
@@ -88,7 +102,7 @@ class EngineCore:
                 stages=config.pipeline_parallel_size,
             ),
             self._memory,
-            _policy(config),
+            policy or make_policy(config),
             Swap() if config.preemption_mode == "swap" else Recompute(),
         )
         self.error: EngineDeadError | None = None
@@ -128,14 +142,26 @@ class EngineCore:
                     stop_ids=tuple(sampling.stop_ids),
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
-                    extra=() if message.cache_salt is None else (("salt", message.cache_salt.encode()),),
+                    extra=self._prefix_salt(handle, message),
                     use_cache=sampling.params.prompt_logprobs is None,
                 )
             )
         except RequestRefused as error:
             self._refused.setdefault(client, {})[message.number] = str(error)
+        except Exception as error:  # a policy's, which ranks what is added
+            self._end(error)
+            self.require_alive()
         else:
             self._unfinished[handle] = message
+
+    def _prefix_salt(self, handle: int, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
+        """Return what a request's prefix-cache keys depend on besides its tokens."""
+        salt = () if message.cache_salt is None else (("salt", message.cache_salt.encode()),)
+        limit = self.limits.dynamic_length
+        if limit is not None and len(message.prompt) > limit:
+            # Its keys are rotated by its own length: only it can use them again, after a preemption.
+            return (*salt, ("request", handle.to_bytes(8, "little", signed=True)))
+        return salt
 
     def abort(self, client: int, numbers: list[int]) -> None:
         """Forget requests; numbers that have ended already are passed over."""
@@ -171,13 +197,28 @@ class EngineCore:
             return self._deliver(None)
         plan = self._in_flight.popleft()
         result = self._executor.collect()
-        committed = self._scheduler.commit(StepResult(plan.step, result.tokens))
-        results = self._results(plan, result, committed)
+        committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
+        results = self._results(plan, result, self._without_broken(committed, result.tokens))
         if self._scheduler.limits.stages > 1:
             self._sampled.append((plan, result.tokens))
             # Now, as the first stage has nothing to do while the outputs are delivered.
             self._start_steps()
         return self._deliver(results)
+
+    def _without_broken(self, committed: Committed, sampled: NDArray[np.int32]) -> Committed:
+        """End the requests that have no logits to choose from, and return the tokens of the others."""
+        broken = sampled[committed.index] == NOT_FINITE
+        if not broken.any():
+            return committed
+        ends = committed.finished[broken] > 0
+        for handle, ended in zip(committed.handles[broken].tolist(), ends.tolist(), strict=True):
+            client, number = handle >> _NUMBER_BITS, handle & _NUMBER_MASK
+            self._refused.setdefault(client, {})[number] = _NO_LOGITS
+            del self._unfinished[handle]
+            if not ended:
+                self._scheduler.abort(handle)
+        logger.error("%d requests ended: %s", int(broken.sum()), _NO_LOGITS)
+        return Committed(*(column[~broken] for column in committed))
 
     def _end(self, cause: BaseException) -> None:
         """Record why the engine has ended, and give up its workers."""
@@ -304,17 +345,6 @@ class EngineCore:
             outputs.stats = stats
             found[client] = outputs
         return found
-
-
-def _policy(config: EngineConfig) -> Policy:
-    match config.scheduling_policy:
-        case "priority":
-            return Priority()
-        case "time_slice":
-            return TimeSlice(config.time_slice_tokens)
-        case "shortest_first":
-            return ShortestFirst()
-    return Fcfs()
 
 
 def _no_outputs() -> Outputs:

@@ -150,10 +150,9 @@ def main() -> int:
 
 def _start(config: EngineConfig) -> EngineCore:
     # Only now what takes seconds to import: the front-end may end meanwhile.
-    from enginecore.core.engine_core import EngineCore
-    from enginecore.executor.executor import make_executor
+    from enginecore.core.engine_core import start_core
 
-    return EngineCore(config, make_executor(config, locate(config.model, config.revision)))
+    return start_core(config, locate(config.model, config.revision))
 
 
 def _report(status: BinaryIO, message: CoreMessage) -> None:

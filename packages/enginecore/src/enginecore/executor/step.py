@@ -9,6 +9,9 @@ from batchsched import StepPlan
 from enginecore.messages import PositionLogprobs, RowSampling
 from kvblocks import BlockCopies, TableChanges
 
+NOT_FINITE = -1
+"""In the place of a sampled id: the row's logits were NaN or infinite, and nothing could be chosen."""
+
 
 class SampledTokens(NamedTuple):
     """Tokens that rows have sampled, for the stages of a pipeline that did not sample them; [n] each."""
@@ -41,7 +44,7 @@ class StepOutput(NamedTuple):
 
     step: int
     tokens: NDArray[np.int32]
-    """[k]."""
+    """[k]: ids, or NOT_FINITE."""
     logprobs: dict[int, PositionLogprobs]
     """By index into `tokens`, one position each, for rows that asked."""
     prompt_logprobs: dict[int, PositionLogprobs]

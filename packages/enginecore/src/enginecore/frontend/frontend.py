@@ -4,6 +4,7 @@ It does no input or output: the same front-end serves an engine in this process 
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from enginecore.config import EngineConfig
+from enginecore.config import POLICIES, EngineConfig
 from enginecore.errors import ConfigError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
 from enginecore.frontend.request import Prompt, Request
@@ -30,6 +31,8 @@ from enginecore.frontend.validation import (
 from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
 from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
 from enginecore.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class Added(NamedTuple):
@@ -61,6 +64,10 @@ class Frontend:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
+        if tokenizer is None:
+            logger.warning(
+                "%s has no tokenizer: only token ids can be sent, and only token ids come back", files.name
+            )
         self.limits: EngineLimits | None = None
         """The engine's limits, to be set once its core is ready; no request is taken before."""
         self.sampling_defaults = sampling_defaults(files)
@@ -150,8 +157,8 @@ class Frontend:
             raise RequestError(
                 f"request id {request.request_id!r} belongs to an unfinished request", "request_id"
             )
-        if request.priority and self._config.scheduling_policy != "priority":
-            policy = self._config.scheduling_policy
+        policy = self._config.scheduling_policy
+        if request.priority and policy != "priority" and policy in POLICIES:
             raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
         max_tokens = output_limit(len(prompt.token_ids), params, self.limits)

@@ -20,6 +20,7 @@ from enginecore.executor.messages import (
     decode_step,
 )
 from enginecore.model_files import locate
+from enginecore.plugins import import_all
 from enginecore.worker.runner.runner import PendingOutput
 from enginecore.worker.worker import Worker, pick_device
 
@@ -39,6 +40,7 @@ def serve(settings: WorkerSettings, link: WorkerEnd, listener: socket.socket | N
 
 def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) -> Worker:
     config = settings.config
+    import_all(config.plugins)
     device = pick_device(config.device, settings.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

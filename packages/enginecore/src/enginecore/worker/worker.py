@@ -18,12 +18,12 @@ from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.families import decoder_spec
-from enginecore.worker.models.parallel import expert_placements
+from enginecore.worker.models.parallel import ModelParallel, expert_placements
 from enginecore.worker.models.spec import DecoderSpec
 from enginecore.worker.models.stages import split_layers
 from enginecore.worker.runner.kv_sizing import CacheSize, cache_size, cpu_bytes, cuda_bytes
 from enginecore.worker.runner.runner import PendingOutput, Runner
-from enginecore.worker.weights.loading import load_decoder, storage_dtype
+from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
 from pagedattn import AttentionBatch, KVLayout, allocate
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -69,25 +69,32 @@ class Worker:
         self._comms = comms
         # With whole experts each rank counts tokens of its own, with slices every rank of tp the same ones.
         self._counts_loads = config.enable_expert_parallel or comms.tp.rank == 0
-        self._model = load_decoder(
-            files,
-            comms.tp,
-            **_expert_parallel(config, spec, comms),
-            layers=split_layers(spec, comms.pp.size)[comms.pp.rank],
-            dtype=self.dtype,
-            device=self.device,
-            max_positions=min(limit, spec.max_position),
+        experts = _expert_parallel(config, spec, comms)
+        shape: dict[str, Any] = {
+            "layers": split_layers(spec, comms.pp.size)[comms.pp.rank],
+            "dtype": self.dtype,
+            "max_positions": min(limit, spec.max_position),
+        }
+        planned = empty_decoder(
+            files, ModelParallel(comms.tp, **experts), device=torch.device("meta"), **shape
         )
-        progress("weights loaded")
         cached = self.dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-        layout = KVLayout(
-            len(self._model.layers), self._model.kv_heads, spec.head_dim, config.block_size, cached
-        )
+        layout = KVLayout(len(planned.layers), planned.kv_heads, spec.head_dim, config.block_size, cached)
+
+        def agree(available: int) -> CacheSize:
+            own = cache_size(config, layout, spec.max_position, available)
+            return agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
+
+        # On a CPU all is known before the weights are read, and what cannot be is refused at once.
+        on_cpu = self.device.type == "cpu"
+        size = agree(cpu_bytes(config, local_size, planned.num_bytes)) if on_cpu else None
+        self._model = load_decoder(files, comms.tp, **experts, **shape, device=self.device)
+        progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
-        available = self._available(config, layout, local_size)
-        self._model.reset_expert_loads()  # what was run to measure memory does not count
-        own = cache_size(config, layout, spec.max_position, available)
-        size = agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
+        if size is None:
+            peak = _peak_bytes(self._model, config, layout, self.dtype, self.device)
+            self._model.reset_expert_loads()  # what was run to measure memory does not count
+            size = agree(cuda_bytes(config, self.device, peak))
         self.limits = EngineLimits(
             max_model_len=size.max_model_len,
             vocab_size=spec.vocab_size,
@@ -96,6 +103,7 @@ class Worker:
             host_blocks=size.host_blocks,
             window=_common_window(spec.windows),
             device=self.device.type,
+            dynamic_length=spec.dynamic_length,
         )
         self._runner = Runner(
             self._model,
@@ -127,12 +135,6 @@ class Worker:
         if own is not None and self._counts_loads:
             total[[index for index, layer in enumerate(layers) if layer in self._model.held]] = own
         return self._comms.world.all_reduce(total).cpu().numpy()
-
-    def _available(self, config: EngineConfig, layout: KVLayout, local_size: int) -> int:
-        if self.device.type == "cpu":
-            return cpu_bytes(config, local_size)
-        peak = _peak_bytes(self._model, config, layout, self.dtype, self.device)
-        return cuda_bytes(config, self.device, peak)
 
 
 def agreed_size(

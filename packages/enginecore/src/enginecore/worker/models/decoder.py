@@ -1,5 +1,6 @@
 """The decoder: one implementation of the transformer that every supported family is a case of."""
 
+import itertools
 import re
 
 import torch
@@ -61,16 +62,30 @@ class Decoder(nn.Module):
         """KV heads of each layer that this rank holds, and needs a cache for."""
         return self._order[0].attention.kv_heads
 
-    def forward(self, inputs: Tensor, positions: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights and tables that this rank holds."""
+        held = itertools.chain(self.parameters(), self.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        rotation_lengths: Tensor | None = None,
+    ) -> Tensor:
         """Return hidden states [tokens, hidden], on the last stage normalised.
 
         `inputs` is ids int64 [tokens] on the first stage, the hidden states that the stage before returned on
         others. `cache` is the KV cache of this stage's layers, [layers, blocks, 2, kv_heads, block_size,
-        head_dim].
+        head_dim]. `rotation_lengths` int64 [tokens] is for models with a `dynamic_length`: the length of each
+        token's sequence, by which it is rotated.
         """
         x = inputs if self.embed is None else self.embed(inputs, positions)
         residual = x.new_zeros(x.shape)
-        rotations = self.rotary(positions)
+        rotations = self.rotary(positions, rotation_lengths)
         for layer, rotation, layer_cache in zip(self._order, rotations, cache.unbind(0), strict=True):
             x, residual = layer(x, residual, rotation, layer_cache, batch)
         return x + residual if self.norm is None else self.norm.add(x, residual)[0]

@@ -21,14 +21,43 @@ class RotaryTables(nn.Module):
             if rope is not None and rope not in distinct:
                 distinct.append(rope)
             self._of_layer.append(None if rope is None else distinct.index(rope))
-        self._names = [f"table{index}" for index in range(len(distinct))]
-        for name, rope in zip(self._names, distinct, strict=True):
-            self.register_buffer(name, cos_sin_table(rope, positions), persistent=False)
+        self._distinct = distinct
+        for index, rope in enumerate(distinct):
+            if not _grows(rope, positions):
+                self.register_buffer(f"table{index}", cos_sin_table(rope, positions), persistent=False)
+        self._positions = positions
 
-    def forward(self, positions: Tensor) -> list[Tensor | None]:
-        """Return, for each layer, rows float32 [tokens, rotary_dim] of positions int64 [tokens], or None."""
-        rows = [self.get_buffer(name).index_select(0, positions) for name in self._names]
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> list[Tensor | None]:
+        """Return, for each layer, rows float32 [tokens, rotary_dim] of positions int64 [tokens], or None.
+
+        `lengths` int64 [tokens] has the length of each token's sequence, for dynamic NTK scaling;
+        without it each token is its sequence's last.
+        """
+        rows = [
+            dynamic_cos_sin(rope, positions, positions + 1 if lengths is None else lengths)
+            if _grows(rope, self._positions)
+            else self.get_buffer(f"table{index}").index_select(0, positions)
+            for index, rope in enumerate(self._distinct)
+        ]
         return [None if index is None else rows[index] for index in self._of_layer]
+
+
+def _grows(rope: RopeSpec, positions: int) -> bool:
+    """Whether sequences of up to `positions` tokens are rotated by their own length."""
+    return rope.kind == "dynamic" and positions > rope.parameters["original_max_position_embeddings"]
+
+
+def dynamic_cos_sin(rope: RopeSpec, positions: Tensor, lengths: Tensor) -> Tensor:
+    """Return float32 [tokens, rope.dim], cosines then sines, in sequences of `lengths` int64 [tokens].
+
+    Dynamic NTK scaling ("emozilla", 2023): the base grows with what a sequence has beyond the original.
+    """
+    factor, original = rope.parameters["factor"], rope.parameters["original_max_position_embeddings"]
+    stretch = factor * lengths.clamp(min=original).float() / original - (factor - 1)
+    base = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
+    exponents = torch.arange(0, rope.dim, 2, device=positions.device).float() / rope.dim
+    angles = positions.float()[:, None] / base[:, None] ** exponents
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def cos_sin_table(spec: RopeSpec, positions: int) -> Tensor:
@@ -44,8 +73,7 @@ def inverse_frequencies(spec: RopeSpec, positions: int) -> Tensor:
 
     `positions` is the most that a sequence can have. LongRoPE (Ding et al.) has one set of factors for
     sequences up to the original length and one for longer ones, and keys in a cache cannot change sets when
-    their sequence grows; so `positions` decides for all. Dynamic NTK scaling stretches only sequences longer
-    than max_position_embeddings, which is the most that runs here.
+    their sequence grows; so `positions` decides for all. See `dynamic_cos_sin` for dynamic NTK scaling.
     """
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     frequencies = 1.0 / (spec.theta**exponents)

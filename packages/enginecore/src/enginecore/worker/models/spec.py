@@ -1,5 +1,6 @@
 """Decoder specification: the sizes and switches in which the model families differ."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,13 @@ class RopeSpec:
     parameters: dict[str, Any] = field(default_factory=dict)
     """Settings of `kind`, by the names that config.json gives them."""
 
+    @property
+    def reach(self) -> int:
+        """Positions to which `kind` stretches the original length; 0 where config.json says how many."""
+        if self.kind not in ("linear", "dynamic", "yarn"):
+            return 0
+        return int(self.parameters["original_max_position_embeddings"] * self.parameters["factor"])
+
 
 @dataclass(frozen=True)
 class ExpertSpec:
@@ -33,6 +41,22 @@ class ExpertSpec:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     layers: frozenset[int]
     """The layers that have experts."""
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """A checkpoint's names for its modules, as a table from these to Llama's names.
+
+    `{layer}` stands for a number, of a layer or an expert, and `{expert}` likewise; each may stand once on
+    either side. A module that is not in the table has Llama's name already.
+    """
+
+    modules: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """Llama's name by the checkpoint's, without ".weight" or ".bias"; of fused modules, all in order."""
+    transposed: frozenset[str] = frozenset()
+    """Names, as in `modules`, of those whose weights are stored [in, out]."""
+    prefix: str = ""
+    """A beginning that names may have or lack."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +103,18 @@ class DecoderSpec:
     learned_positions: bool = False
     """Whether a learned vector per position is added to the embeddings (GPT-2)."""
     experts: ExpertSpec | None = None
-    names: Literal["llama", "gpt2"] = "llama"
-    """Whose names the checkpoint's tensors bear."""
+    names: TensorNames = field(default_factory=TensorNames)
+    """The checkpoint's tensor names, where they are not Llama's."""
+
+    @property
+    def dynamic_length(self) -> int | None:
+        """Tokens beyond which a sequence's length decides its rotation (dynamic NTK); None: never."""
+        lengths = [
+            rope.parameters["original_max_position_embeddings"]
+            for rope in self.ropes
+            if rope is not None and rope.kind == "dynamic"
+        ]
+        return min(lengths, default=None)
 
 
 def rope_spec(config: dict[str, Any], head_dim: int) -> RopeSpec:
@@ -100,6 +134,9 @@ def rope_spec(config: dict[str, Any], head_dim: int) -> RopeSpec:
         kind = "longrope"  # what Phi-3's first files call it
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
+    if kind in ("linear", "dynamic"):
+        # Where these are set, max_position_embeddings stays what the model was trained with.
+        parameters["original_max_position_embeddings"] = config["max_position_embeddings"]
     if kind in ("yarn", "llama3", "longrope"):
         original = parameters.get("original_max_position_embeddings")
         original = original or config.get("original_max_position_embeddings")

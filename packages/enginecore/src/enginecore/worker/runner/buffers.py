@@ -27,11 +27,11 @@ class InputBuffers:
         self.tokens[admitted.row, : len(tokens)] = tokens.to(self.tokens.device, non_blocking=True)
 
     def append(self, rows: np.ndarray, positions: np.ndarray, sampled: Tensor) -> None:
-        """Write the sampled ids [k] at `positions` of `rows`, without reading them back."""
+        """Write the sampled ids [k] at `positions` of `rows`, without reading them back; 0 for NOT_FINITE."""
         where = torch.from_numpy(np.stack([rows, positions]).astype(np.int64)).to(
             sampled.device, non_blocking=True
         )
-        self.tokens[where[0], where[1]] = sampled.to(torch.int32)
+        self.tokens[where[0], where[1]] = sampled.to(torch.int32).clamp(min=0)
 
     def append_from_host(self, sampled: SampledTokens) -> None:
         """Write tokens that another stage sampled."""

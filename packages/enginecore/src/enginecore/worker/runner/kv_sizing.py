@@ -74,15 +74,20 @@ def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, availab
     return CacheSize(blocks, asked or min(model_limit, capacity), host_blocks)
 
 
-def cpu_bytes(config: EngineConfig, ranks: int = 1) -> int:
+def cpu_bytes(config: EngineConfig, ranks: int = 1, weights: int = 0) -> int:
     """Return how many bytes the cache may take of the machine's memory, which `ranks` workers share.
+
+    `weights` are the bytes that this worker has yet to load.
 
     Raises:
         ConfigError: more was asked for than is free.
     """
     swap = int(config.swap_space * 2**30)
-    free = free_memory() // ranks - swap
+    free = free_memory() // ranks - weights
     each = "" if ranks == 1 else f" for each of {ranks} ranks"
+    if free < 0:
+        raise ConfigError(f"the weights need {_size(weights)}, and {_size(free + weights)} is free{each}")
+    free -= swap
     if free < 0:
         raise ConfigError(
             f"swap_space={config.swap_space} is more than what is free{each}, {_size(free + swap)}"

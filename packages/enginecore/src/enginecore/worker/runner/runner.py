@@ -92,7 +92,7 @@ class Runner:
             host_tables=self._buffers.host_tables,
             block_size=self._block_size,
         )
-        hidden = self._hidden(inputs)
+        hidden = self._hidden(inputs, self._rotation_lengths(step, inputs))
         if not self._model.last:
             self._pp.send(hidden, self._pp.rank + 1)
             return _nothing(step)
@@ -111,13 +111,26 @@ class Runner:
             self._sampling.set(admitted.row, admitted.num_prompt, sampling)
         self._buffers.change_tables(step.changes)
 
-    def _hidden(self, inputs: ModelInputs) -> Tensor:
+    def _rotation_lengths(self, step: StepInput, inputs: ModelInputs) -> Tensor | None:
+        """Return the sequence length by which each token is rotated, int64 [tokens]; None where no matter.
+
+        A prompt's tokens go by the prompt's length, however it is cut into chunks, and a generated token by
+        its own place, whether computed the first time or again after a preemption: as in transformers' cache.
+        """
+        if self._model.spec.dynamic_length is None:
+            return None
+        rows, counts = step.plan.rows[inputs.order], step.plan.counts[inputs.order]
+        prompts = np.repeat(self._sampling.num_prompt[rows], counts).astype(np.int64)
+        on_device = torch.from_numpy(prompts).to(inputs.positions.device, non_blocking=True)
+        return torch.maximum(on_device, inputs.positions + 1)
+
+    def _hidden(self, inputs: ModelInputs, rotation_lengths: Tensor | None) -> Tensor:
         """Run this stage's layers."""
         x = inputs.ids
         if not self._model.first:
             shape = len(x), self._model.spec.hidden_size
             x = self._pp.recv(torch.empty(shape, dtype=self._dtype, device=x.device), self._pp.rank - 1)
-        return self._model(x, inputs.positions, self._cache, inputs.batch)
+        return self._model(x, inputs.positions, self._cache, inputs.batch, rotation_lengths)
 
     def _swap_blocks(self, copies: BlockCopies) -> None:
         """Copy blocks of all layers from the device to the host, then from the host to the device."""

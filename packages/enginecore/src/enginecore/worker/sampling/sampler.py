@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from enginecore.executor.step import NOT_FINITE
 from enginecore.messages import PositionLogprobs
 from enginecore.worker.sampling.processors import apply_constraints, apply_penalties
 from enginecore.worker.sampling.state import SamplingState
@@ -13,7 +14,7 @@ from pagedattn import top_k_top_p_sample
 
 
 class Sampled(NamedTuple):
-    """Ids int64 [n] on the device, and log probabilities by index for the rows that asked."""
+    """Ids or NOT_FINITE, int64 [n] on the device, and log probabilities by index for the rows that asked."""
 
     tokens: Tensor
     logprobs: dict[int, PositionLogprobs]
@@ -34,10 +35,11 @@ def sample(
         apply_constraints(logits, rows, lengths, tokens, state)
     if state.penalised[rows].any():
         apply_penalties(logits, rows, lengths, tokens, state)
-    chosen = _choose(logits, rows, lengths, state)
-    if raw is None:
-        return Sampled(chosen, {})
-    return Sampled(chosen, _collect(raw, asked, chosen, rows, state))
+    chosen = _choose(logits, rows, lengths, state).clamp(0, logits.shape[-1] - 1)
+    # Where all logits are NaN so is the chosen one: to look at it costs nothing.
+    finite = logits.gather(-1, chosen[:, None])[:, 0].isfinite()
+    tokens = torch.where(finite, chosen, NOT_FINITE)
+    return Sampled(tokens, {} if raw is None else _collect(raw, asked, chosen, rows, state))
 
 
 def position_logprobs(logprobs: Tensor, tokens: Tensor, width: int) -> PositionLogprobs:

@@ -36,21 +36,40 @@ def load_decoder(
         ModelError: the architecture is not supported or cannot be cut for the ranks, or a tensor is missing,
             unknown or of a wrong shape.
     """
-    spec = decoder_spec(files.config)
     parallel = ModelParallel(comm, ep, placements)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = Decoder(spec, parallel, max_positions=max_positions, layers=layers)
-    except ValueError as error:
-        raise ModelError(f"{files.path}: {error}") from error
-    finally:
-        torch.set_default_dtype(default)
+    model = empty_decoder(
+        files, parallel, layers=layers, dtype=dtype, device=device, max_positions=max_positions
+    )
     _fill(model, files)
     if can_pack(dtype, device):
         pack_linear_layers(model)
     return model.eval()
+
+
+def empty_decoder(
+    files: ModelFiles,
+    parallel: ModelParallel,
+    *,
+    layers: range | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+) -> Decoder:
+    """Return the model of `files` without its weights; on the device "meta" it takes no memory.
+
+    Raises:
+        ModelError: the architecture is not supported or cannot be cut for the ranks.
+    """
+    spec = decoder_spec(files.config)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Decoder(spec, parallel, max_positions=max_positions, layers=layers)
+    except ValueError as error:
+        raise ModelError(f"{files.path}: {error}") from error
+    finally:
+        torch.set_default_dtype(default)
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
 """From the tensors of a checkpoint to those that the decoder asks for, which bear the names of Llama's files.
 
-Fused tensors are taken apart, transposed ones turned; what comes out shares memory with what went in.
+A family's table (`TensorNames`) says what its modules are called. Fused tensors are taken apart, transposed
+ones turned; what comes out shares memory with what went in.
 """
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -12,21 +14,9 @@ from enginecore.worker.models.spec import DecoderSpec, ExpertSpec
 
 Named = tuple[str, Tensor]
 
-_GPT2_GLOBALS = {
-    "wte.weight": "model.embed_tokens.weight",
-    "wpe.weight": "model.position_embeddings.weight",
-    "ln_f.weight": "model.norm.weight",
-    "ln_f.bias": "model.norm.bias",
-}
-_GPT2_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
-_GPT2_PRODUCTS = {
-    "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-}
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def canonical(spec: DecoderSpec, name: str, tensor: Tensor) -> list[Named]:
@@ -37,30 +27,44 @@ def canonical(spec: DecoderSpec, name: str, tensor: Tensor) -> list[Named]:
     Raises:
         ValueError: a fused tensor does not have the shape of its parts.
     """
-    if spec.names == "gpt2":
-        return _gpt2(spec, name, tensor)
-    found = re.fullmatch(r"(model\.layers\.\d+\.)(.+)", name)
-    if found is None:
+    found = _FUSED_EXPERTS.fullmatch(name)
+    if found is not None and spec.experts is not None:
+        return _fused_experts(spec.experts, spec.hidden_size, found[1], found[2], tensor)
+    module, _, kind = name.removeprefix(spec.names.prefix).rpartition(".")
+    pattern, numbers = _pattern(module)
+    ours = spec.names.modules.get(pattern)
+    if ours is None:
         return [(name, tensor)]
-    return [(found[1] + inner, part) for inner, part in _in_layer(spec, found[2], tensor)]
+    if pattern in spec.names.transposed and tensor.ndim == 2:
+        tensor = tensor.t()
+    if isinstance(ours, str):
+        return [(f"{ours.format(**numbers)}.{kind}", tensor)]
+    parts = [part.format(**numbers) for part in ours]
+    return _cut(parts, kind, tensor, [_features(spec, part) for part in parts])
 
 
-def _in_layer(spec: DecoderSpec, name: str, tensor: Tensor) -> list[Named]:
-    name = name.replace("block_sparse_moe.", "mlp.")
-    stem, _, kind = name.rpartition(".")
-    if stem == "self_attn.qkv_proj":  # Phi-3
-        return _cut(_QKV, kind, tensor, _qkv_sizes(spec))
-    if stem == "mlp.gate_up_proj":  # Phi-3
-        parts = [f"mlp.{part}" for part in _GATE_UP]
-        return _cut(parts, kind, tensor, [spec.intermediate_size] * 2)
-    if found := re.fullmatch(r"(mlp\.experts\.\d+)\.(w[123])\.weight", name):  # Mixtral
-        return [(f"{found[1]}.{_MIXTRAL_EXPERTS[found[2]]}.weight", tensor)]
-    if name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") and spec.experts is not None:
-        return _fused_experts(spec.experts, spec.hidden_size, kind, tensor)
-    return [(name, tensor)]
+@lru_cache(maxsize=65536)
+def _pattern(module: str) -> tuple[str, dict[str, str]]:
+    """Return a module's name with placeholders for its numbers, and the numbers by placeholder."""
+    keys = ("layer", "expert")
+    numbers = dict(zip(keys, _NUMBER.findall(f"{module}."), strict=False))
+    places = iter(keys)
+    return _NUMBER.sub(lambda _: f"{{{next(places, 'other')}}}", f"{module}.").removesuffix("."), numbers
 
 
-def _fused_experts(experts: ExpertSpec, hidden: int, kind: str, tensor: Tensor) -> list[Named]:
+def _features(spec: DecoderSpec, module: str) -> int:
+    """Return the output features of one of the modules that families fuse, by its Llama name."""
+    sizes = {
+        "q_proj": spec.num_heads * spec.head_dim,
+        "k_proj": spec.num_kv_heads * spec.head_dim,
+        "v_proj": spec.num_kv_heads * spec.head_dim,
+        "gate_proj": spec.intermediate_size,
+        "up_proj": spec.intermediate_size,
+    }
+    return sizes[module.rpartition(".")[2]]
+
+
+def _fused_experts(experts: ExpertSpec, hidden: int, stem: str, kind: str, tensor: Tensor) -> list[Named]:
     """Take apart the experts of a layer as transformers 5 has them in memory."""
     gate_up = kind == "gate_up_proj"
     inner = experts.intermediate_size
@@ -69,36 +73,12 @@ def _fused_experts(experts: ExpertSpec, hidden: int, kind: str, tensor: Tensor) 
         raise ValueError(f"expected shape {shape}, got {list(tensor.shape)}")
     found: list[Named] = []
     for expert, matrix in enumerate(tensor.unbind(0)):
-        stem = f"mlp.experts.{expert}"
         if gate_up:
-            found += _cut([f"{stem}.{part}" for part in _GATE_UP], "weight", matrix, [inner, inner])
+            parts = [f"{stem}.{expert}.{part}" for part in _GATE_UP]
+            found += _cut(parts, "weight", matrix, [inner, inner])
         else:
-            found.append((f"{stem}.down_proj.weight", matrix))
+            found.append((f"{stem}.{expert}.down_proj.weight", matrix))
     return found
-
-
-def _gpt2(spec: DecoderSpec, name: str, tensor: Tensor) -> list[Named]:
-    """GPT-2: with and without the prefix of the model with a head, products stored [in, out]."""
-    plain = name.removeprefix("transformer.")
-    if plain in _GPT2_GLOBALS:
-        return [(_GPT2_GLOBALS[plain], tensor)]
-    found = re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", plain)
-    if found is None:
-        return [(name, tensor)]
-    prefix, stem, kind = f"model.layers.{found[1]}.", found[2], found[3]
-    if stem in _GPT2_NORMS:
-        return [(f"{prefix}{_GPT2_NORMS[stem]}.{kind}", tensor)]
-    if tensor.ndim == 2:
-        tensor = tensor.t()
-    if stem in _GPT2_PRODUCTS:
-        return [(f"{prefix}{_GPT2_PRODUCTS[stem]}.{kind}", tensor)]
-    if stem == "attn.c_attn":
-        return [(prefix + inner, part) for inner, part in _cut(_QKV, kind, tensor, _qkv_sizes(spec))]
-    return [(name, tensor)]
-
-
-def _qkv_sizes(spec: DecoderSpec) -> list[int]:
-    return [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
 
 
 def _cut(names: Sequence[str], kind: str, tensor: Tensor, sizes: Sequence[int]) -> list[Named]:

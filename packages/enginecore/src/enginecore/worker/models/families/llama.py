@@ -1,9 +1,19 @@
 """Llama and the families that differ from it in a switch or two."""
 
+from dataclasses import replace
 from typing import Any
 
 from enginecore.worker.models.families.settings import common_spec, same_window, typed_windows
-from enginecore.worker.models.spec import DecoderSpec
+from enginecore.worker.models.spec import DecoderSpec, TensorNames
+
+_LAYER = "model.layers.{layer}."
+_FUSED = TensorNames(
+    {
+        f"{_LAYER}self_attn.qkv_proj": tuple(f"{_LAYER}self_attn.{part}_proj" for part in "qkv"),
+        f"{_LAYER}mlp.gate_up_proj": (f"{_LAYER}mlp.gate_proj", f"{_LAYER}mlp.up_proj"),
+    }
+)
+"""Phi-3's projections."""
 
 
 def llama(config: dict[str, Any]) -> DecoderSpec:
@@ -19,7 +29,7 @@ def mistral(config: dict[str, Any]) -> DecoderSpec:
 
 def phi3(config: dict[str, Any]) -> DecoderSpec:
     """Phi-3 and Phi-4-mini: a sliding window, partial rotation, LongRoPE."""
-    return mistral({"rms_norm_eps": 1e-5, **config})
+    return replace(mistral({"rms_norm_eps": 1e-5, **config}), names=_FUSED)
 
 
 def qwen2(config: dict[str, Any]) -> DecoderSpec:

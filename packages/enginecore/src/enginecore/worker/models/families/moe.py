@@ -4,7 +4,19 @@ from typing import Any
 
 from enginecore.errors import ModelError
 from enginecore.worker.models.families.settings import common_spec, same_window
-from enginecore.worker.models.spec import DecoderSpec, ExpertSpec
+from enginecore.worker.models.spec import DecoderSpec, ExpertSpec, TensorNames
+
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_BLOCK, _EXPERTS = "model.layers.{layer}.block_sparse_moe", "model.layers.{layer}.mlp"
+_MIXTRAL_NAMES = TensorNames(
+    {
+        f"{_BLOCK}.gate": f"{_EXPERTS}.gate",
+        **{
+            f"{_BLOCK}.experts.{{expert}}.{w}": f"{_EXPERTS}.experts.{{expert}}.{n}"
+            for w, n in _MIXTRAL.items()
+        },
+    }
+)
 
 
 def mixtral(config: dict[str, Any]) -> DecoderSpec:
@@ -15,6 +27,7 @@ def mixtral(config: dict[str, Any]) -> DecoderSpec:
         config,
         windows=same_window(config, config.get("sliding_window")),
         experts=_experts(config, config["intermediate_size"], normalise=True, layers=every),
+        names=_MIXTRAL_NAMES,
     )
 
 

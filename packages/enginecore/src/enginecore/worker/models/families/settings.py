@@ -39,7 +39,9 @@ def common_spec(config: dict[str, Any], **switches: Any) -> DecoderSpec:
         "windows": (None,) * layers,
     } | switches
     if "ropes" not in fields:
-        fields["ropes"] = (rope_spec(config, head_dim),) * layers
+        rope = rope_spec(config, head_dim)
+        fields["ropes"] = (rope,) * layers
+        fields["max_position"] = max(fields["max_position"], rope.reach)
     if "activation" not in fields:
         fields["activation"] = activation(config, "hidden_act", ("silu", "swish"))
     spec = DecoderSpec(**fields)
