@@ -100,9 +100,7 @@ def test_batch(model):
         {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": long},
     ]
     given = "".join(json.dumps(request) + "\n" for request in requests)
-    done = offline(
-        model, "--input", "-", "--output", "-", "--served-model-name", "tiny", "--strict", given=given
-    )
+    done = offline(model, "--input", "-", "--served-model-name", "tiny", "--strict", given=given)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "octavo-offline: 2 answered, 1 failed"
     answers = {answer["custom_id"]: answer for answer in map(json.loads, done.stdout.splitlines())}
@@ -141,6 +139,7 @@ def test_a_conversation_on_a_terminal(terminal):
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_of_lines(model):
     done = offline(model, "--chat", "--max-tokens", "6", "--temperature", "0", given="q\na\n")
     assert (done.returncode, done.stdout) == (0, "\N{HOT PEPPER}é\nbcSTOP\n")

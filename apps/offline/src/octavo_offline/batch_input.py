@@ -32,21 +32,23 @@ class _Id(msgspec.Struct):
 
 
 def open_requests(stack: ExitStack, source: str) -> BinaryIO:
-    """Return a file that can be read again: `source`, or a copy of standard input where that is a stream.
+    """Return the file `source`, or a copy of it where it can be read only once, as a pipe.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
-        if source != STANDARD_INPUT:
-            return stack.enter_context(Path(source).expanduser().open("rb"))
-        if sys.stdin.buffer.seekable():
-            return sys.stdin.buffer
+        if source == STANDARD_INPUT:
+            given: BinaryIO = sys.stdin.buffer
+        else:
+            given = stack.enter_context(Path(source).expanduser().open("rb"))
+        if given.seekable():
+            return given
         copy = stack.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY))  # noqa: SIM115
-        shutil.copyfileobj(sys.stdin.buffer, copy)
+        shutil.copyfileobj(given, copy)
         copy.seek(0)
     except OSError as error:
-        raise ConfigError(f"{error.filename or 'standard input'}: {error.strerror}") from error
+        raise ConfigError(f"{error.filename or source}: {error.strerror}") from error
     return cast(BinaryIO, copy)
 
 
