@@ -196,9 +196,8 @@ def test_a_closed_pipe_is_one_line(model, tmp_path):
     assert "Traceback" not in shown and "Exception" not in shown
 
 
-@pytest.mark.parametrize(
-    "signal_number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
 def test_a_batch_that_was_stopped_goes_on(model, tmp_path, signal_number):
     source, target = write_batch(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
     command = arguments_of(model, "--input", str(source), "--output", str(target), "--max-num-seqs", "2")
