@@ -3,7 +3,7 @@
 Each step gives every request one token, the next of its prompt, after which an EOS token ends it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from enginecore.config import EngineConfig
@@ -11,6 +11,7 @@ from enginecore.errors import RequestError
 from enginecore.frontend.request import Prompt, Request
 from enginecore.messages import EngineLimits, EngineStats
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
+from enginecore.sampling_params import RequestOutputKind
 
 EOS = 257
 
@@ -60,8 +61,15 @@ class _Running:
         self.left = answer.copy()
         self.tokens: list[int] = []
 
+    @property
+    def has_output(self) -> bool:
+        return not self.left or self.params.output_kind is RequestOutputKind.DELTA
+
     def output(self) -> RequestOutput:
         text = ByteTokenizer().decode(self.tokens)
+        finish_reason = None
+        if not self.left:
+            finish_reason = "stop" if self.tokens[-1] == EOS else "length"
         logprobs = None
         if self.params.logprobs is not None:
             logprobs = [{token: Logprob(-0.5, 1, None)} for token in self.tokens]
@@ -71,11 +79,15 @@ class _Running:
                 text,
                 self.tokens,
                 logprobs=logprobs,
-                finish_reason="stop" if self.tokens[-1] == EOS else "length",
+                finish_reason=finish_reason,
             )
             for index in range(self.params.n)
         ]
-        return RequestOutput(self.id, self.prompt.text, self.prompt.token_ids, samples, True, 0)
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            self.tokens = []
+        return RequestOutput(
+            self.id, self.prompt.text, self.prompt.token_ids, samples, finish_reason is not None, 0
+        )
 
 
 class SteppingEngine:
@@ -88,6 +100,7 @@ class SteppingEngine:
         self.most_at_once = 0
         self.failing: set[str] = set()
         """Texts of prompts that the core gives up."""
+        self.after_step: Callable[[], None] | None = None
         self._running: dict[str, _Running] = {}
         self._generated = 0
 
@@ -113,7 +126,10 @@ class SteppingEngine:
             self._generated += request.params.n
             if not request.left:
                 del self._running[request.id]
+            if request.has_output:
                 outputs.append(request.output())
+        if self.after_step is not None:
+            self.after_step()
         return outputs
 
     def abort_request(self, request_id: str) -> None:

@@ -7,21 +7,45 @@ from typing import Any, cast
 import pytest
 from stepping_engine import SteppingEngine
 
-from octavo_offline.batch import run_batch
+from octavo_offline.answer_file import OutputError
+from octavo_offline.batch import FAILURES_KEPT, Counts, run_batch
+from octavo_offline.batch_input import numbered
 
 
 def line(custom_id: Any = "1", url: str = "/v1/completions", method: str = "POST", **body: Any) -> bytes:
     return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body}).encode() + b"\n"
 
 
+class Refusing(io.BytesIO):
+    """A file that takes some lines and then no more."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+
+    def write(self, line: Any) -> int:
+        if self.left == 0:
+            raise OutputError("out.jsonl: No space left on device")
+        self.left -= 1
+        return super().write(line)
+
+
 def run(engine: SteppingEngine, *lines: bytes, names: tuple[str, ...] = ("tiny",)) -> dict[Any, Any]:
     """The answer lines by custom id."""
     out = io.BytesIO()
-    counts = run_batch(cast(Any, engine), names, lines, out)
+    counts = Counts()
+    run_batch(cast(Any, engine), names, numbered(io.BytesIO(b"".join(lines))), out, counts)
     answers = [json.loads(entry) for entry in out.getvalue().splitlines()]
-    assert counts.answered == sum(answer["error"] is None for answer in answers)
-    assert counts.failed == sum(answer["error"] is not None for answer in answers)
+    for answer in answers:
+        assert (answer["response"] is None) != (answer["error"] is None)
+    good = [answer for answer in answers if answer["response"] and answer["response"]["status_code"] == 200]
+    assert (counts.answered, counts.failed) == (len(good), len(answers) - len(good))
     return {answer["custom_id"]: answer for answer in answers}
+
+
+def message(answer: dict[str, Any]) -> str:
+    """Why a request was not run."""
+    return (answer["error"] or answer["response"]["body"]["error"])["message"]
 
 
 def test_a_completion(engine):
@@ -58,17 +82,13 @@ def test_a_bad_line_hurts_no_other(engine):
     bad = line("bad", prompt="a", temperature=-1)
     answers = run(engine, line("good", prompt="a"), bad, line("too", prompt="b"))
     assert [answers[name]["response"]["status_code"] for name in ("good", "bad", "too")] == [200, 400, 200]
-    answer = answers["bad"]
-    assert answer["response"]["body"]["error"]["param"] == "temperature"
-    assert answer["error"]["code"] == "BadRequestError"
-    assert answer["error"]["message"] == answer["response"]["body"]["error"]["message"]
+    assert answers["bad"]["response"]["body"]["error"]["param"] == "temperature"
+    assert answers["bad"]["error"] is None
 
 
 @pytest.mark.parametrize(
     "bad, said",
     [
-        (line(method="GET", prompt="a"), "method must be POST"),
-        (line(url="/v1/embeddings", prompt="a"), "url must be /v1/completions or /v1/chat/completions"),
         (line(prompt=""), "the prompt is empty"),
         (line(prompt="a" * 64), "64 tokens"),
         (line(prompt=5), "prompt must be"),
@@ -77,20 +97,53 @@ def test_a_bad_line_hurts_no_other(engine):
         (line(prompt="a", best_of=3), "best_of"),
         (line(url="/v1/chat/completions", messages=[]), "messages is empty"),
         (line(url="/v1/chat/completions", messages=[{"role": "user", "content": "a"}], tools=[{}]), "tools"),
-        (b'{"custom_id": "1"}', "missing required field"),
-        (b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": 5}', "Expected `object`"),
     ],
 )
-def test_lines_that_cannot_be_run(engine, bad, said):
+def test_a_request_that_the_server_would_refuse_has_its_response(engine, bad, said):
     answer = run(engine, bad)["1"]
+    assert said in message(answer)
+    assert (answer["response"]["status_code"], answer["error"]) == (400, None)
+
+
+@pytest.mark.parametrize(
+    "bad, custom_id, said",
+    [
+        (line(method="GET", prompt="a"), "1", "method must be POST"),
+        (line(url="/v1/embeddings", prompt="a"), "1", "url must be /v1/completions or /v1/chat/completions"),
+        (b'{"custom_id": "1"}', "1", "missing required field"),
+        (
+            b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": 5}',
+            "1",
+            "Expected `object`",
+        ),
+        (line(5, prompt="a"), 5, "custom_id"),
+        (b"nonsense", None, "the line is not valid JSON"),
+        (b"[]", None, "Expected `object`"),
+        (b"\xff", None, "the line is not valid JSON"),
+        (b'{"custom_id": "1\xff"}', None, ""),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_by_its_number(engine, bad, custom_id, said):
+    answer = run(engine, line("fine", prompt="a"), b"\n", bad)[custom_id]
     assert said in answer["error"]["message"]
-    assert answer["response"]["status_code"] == 400
+    assert (answer["error"]["line"], answer["response"]) == (3, None)
 
 
-def test_lines_without_a_usable_custom_id(engine):
-    for bad in (b"nonsense", b"[]", b"\xff", b'{"custom_id": "1\xff"}'):
-        assert run(engine, bad)[None]["response"]["status_code"] == 400
-    assert "custom_id" in run(engine, line(5, prompt="a"))[5]["error"]["message"]
+def test_failures_are_told_by_line_up_to_a_number(engine):
+    lines = [line("fine", prompt="a"), *[line(str(number), prompt="") for number in range(FAILURES_KEPT + 5)]]
+    counts = Counts()
+    run_batch(cast(Any, engine), ("tiny",), numbered(io.BytesIO(b"".join(lines))), io.BytesIO(), counts)
+    assert (counts.answered, counts.failed) == (1, FAILURES_KEPT + 5)
+    assert counts.failures[0] == "line 2: the prompt is empty"
+    assert len(counts.failures) == FAILURES_KEPT
+
+
+def test_what_could_not_be_written_is_not_counted(engine):
+    lines = b"".join(line(str(number), prompt="a") for number in range(4))
+    counts = Counts()
+    with pytest.raises(OutputError, match="No space left"):
+        run_batch(cast(Any, engine), ("tiny",), numbered(io.BytesIO(lines)), Refusing(3), counts)
+    assert counts.written == 3
 
 
 def test_blank_lines_are_passed_over(engine):
@@ -103,7 +156,6 @@ def test_names_of_the_model(engine):
         assert answers["1"]["response"]["body"]["model"] == (model or "x")
     answer = run(engine, line(prompt="a", model="z", temperature=-1))["1"]
     assert answer["response"]["status_code"] == 404
-    assert answer["error"]["code"] == "NotFoundError"
 
 
 def test_every_line_is_answered_with_more_lines_than_fit_at_once(engine):

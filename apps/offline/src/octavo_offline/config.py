@@ -8,6 +8,7 @@ from enginecore import RequestOutputKind, SamplingParams
 from enginecore.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 128
+DEFAULT_CHAT_TOKENS = 1024
 
 
 def _option(default: Any, text: str, **more: Any) -> Any:
@@ -16,13 +17,18 @@ def _option(default: Any, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Options of a run: prompts, or a file of requests."""
+    """Options of a run: prompts, a conversation, or a file of requests."""
 
-    prompt: tuple[str, ...] = _option((), "a prompt to continue; may be given again", repeat=True)
-    chat: bool = _option(False, "each prompt is a user's message to answer")
-    system: str | None = _option(None, "system message before each prompt; needs --chat")
+    prompt: tuple[str, ...] = _option(
+        (), "a prompt to continue, or - for stdin; may be repeated", repeat=True
+    )
+    chat: bool = _option(False, "each prompt is a user's message to answer; without --prompt a conversation")
+    system: str | None = _option(None, "system message of a chat")
     input: str | None = _option(None, "file of requests in OpenAI's batch format (JSON lines); - for stdin")
     output: str | None = _option(None, "file for the answers to --input; default: stdout, also as -")
+    resume: bool = _option(False, "keep the answers that --output holds, and answer what is left")
+    overwrite: bool = _option(False, "replace the answers that --output holds")
+    strict: bool = _option(False, "exit with status 1 if a request of --input failed")
     served_model_name: tuple[str, ...] = _option(
         (), "names by which requests of --input may call the model; default: MODEL as given"
     )
@@ -36,7 +42,7 @@ class SamplingConfig:
     """
 
     max_tokens: int | None = _option(
-        None, f"most tokens of an answer; default: {DEFAULT_MAX_TOKENS}, or what there is room for"
+        None, f"most tokens of an answer; default: {DEFAULT_MAX_TOKENS}, in a chat {DEFAULT_CHAT_TOKENS}"
     )
     min_tokens: int = _option(0, "fewest tokens of an answer")
     n: int = _option(1, "answers to each prompt")
@@ -67,7 +73,7 @@ class SamplingConfig:
         values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         values |= {"max_tokens": max_tokens, "stop": list(self.stop)}
         try:
-            return SamplingParams(**values, output_kind=RequestOutputKind.FINAL_ONLY)
+            return SamplingParams(**values, output_kind=RequestOutputKind.DELTA)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -78,17 +84,28 @@ class SamplingConfig:
 
 def check_run(run: RunConfig, sampling: SamplingConfig) -> None:
     """Raise ConfigError when there is nothing to run, or an option that would have no effect."""
-    if bool(run.prompt) == (run.input is not None):
+    if not (run.prompt or run.chat or run.input is not None):
+        raise ConfigError("give a prompt (--prompt TEXT), a conversation (--chat) or a batch (--input FILE)")
+    if run.prompt and run.input is not None:
         raise ConfigError("give either prompts (--prompt TEXT) or a batch (--input FILE)")
     if run.input is not None and sampling.given():
         raise ConfigError(f"{sampling.given()[0]} is for --prompt; requests of --input bring their own")
-    without_effect = {
-        "chat": run.chat and run.input is not None,
-        "system": run.system is not None and not run.chat,
-        "output": run.output is not None and run.input is None,
-        "served_model_name": bool(run.served_model_name) and run.input is None,
-    }
-    needs = {"chat": "--prompt", "system": "--chat"}
-    for name, is_without in without_effect.items():
-        if is_without:
-            raise ConfigError(f"{name} needs {needs.get(name, '--input')}")
+    if run.prompt.count("-") > 1:
+        raise ConfigError("--prompt - is given twice: standard input can be read once")
+    if run.chat and not run.prompt and sampling.n > 1:
+        raise ConfigError("n is for --prompt: a conversation goes on from one answer")
+    has_file = run.output not in (None, "-")
+    needs = [
+        ("chat", run.chat, run.input is None, "--prompt, or neither --prompt nor --input"),
+        ("system", run.system is not None, run.chat, "--chat"),
+        ("output", run.output is not None, run.input is not None, "--input"),
+        ("served_model_name", bool(run.served_model_name), run.input is not None, "--input"),
+        ("strict", run.strict, run.input is not None, "--input"),
+        ("resume", run.resume, has_file, "--output FILE"),
+        ("overwrite", run.overwrite, has_file, "--output FILE"),
+    ]
+    for name, is_given, has_effect, needed in needs:
+        if is_given and not has_effect:
+            raise ConfigError(f"{name} needs {needed}")
+    if run.resume and run.overwrite:
+        raise ConfigError("give either --resume or --overwrite")

@@ -1,13 +1,28 @@
-"""A progress bar on standard error, for people."""
+"""Progress on standard error: bars on a terminal, plain lines elsewhere."""
 
 import sys
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+PLAIN_INTERVAL = 5.0
+"""Seconds between two plain lines."""
+
+
+class Watcher(Protocol):
+    """Is told how a run goes on."""
+
+    def stepped(self, generated: int) -> None:
+        """Take notice of a step; `generated` is the number of tokens since the engine's start."""
+
+    def ended(self) -> None:
+        """Take notice of a job's end."""
 
 
 class NoProgress:
-    """Shows nothing: standard error is no terminal."""
+    """Shows nothing: the answers themselves are seen as they come."""
 
     def __enter__(self) -> Self:
         return self
@@ -20,6 +35,39 @@ class NoProgress:
 
     def ended(self) -> None:
         """Pass over a job's end."""
+
+
+class PlainProgress:
+    """Writes a line every few seconds, for logs."""
+
+    def __init__(self, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`total` is the number of jobs, None when it is not known; `clock` gives seconds."""
+        self._of = "" if total is None else f" of {total}"
+        self._clock = clock
+        self._started = self._last = clock()
+        self._ended = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+    def stepped(self, generated: int) -> None:
+        """Write a line if the last one is long enough ago."""
+        now = self._clock()
+        if now - self._last >= PLAIN_INTERVAL:
+            self._last = now
+            speed = generated / (now - self._started)
+            print(
+                f"octavo-offline: {self._ended}{self._of} requests, {generated} tokens, {speed:.0f} tok/s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def ended(self) -> None:
+        """Count a job."""
+        self._ended += 1
 
 
 class ProgressBar:
@@ -60,6 +108,24 @@ class ProgressBar:
         self._progress.advance(self._task)
 
 
-def show_progress(total: int | None) -> ProgressBar | NoProgress:
-    """Return a bar when standard error is a terminal."""
-    return ProgressBar(total) if sys.stderr.isatty() else NoProgress()
+def show_progress(total: int | None) -> ProgressBar | PlainProgress:
+    """Return a bar when standard error is a terminal, and otherwise plain lines."""
+    return ProgressBar(total) if sys.stderr.isatty() else PlainProgress(total)
+
+
+@contextmanager
+def show_loading(model: str) -> Generator[None]:
+    """Show that `model` loads: a bar that goes away on a terminal, and otherwise a line before and after."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            progress.add_task(f"loading {model}", total=None)
+            yield
+        return
+    started = time.monotonic()
+    print(f"octavo-offline: loading {model}", file=sys.stderr, flush=True)
+    yield
+    print(f"octavo-offline: loaded in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

@@ -1,34 +1,60 @@
 """Answers to the prompts of the command line."""
 
+import sys
+from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
-from enginecore import RequestOutput
-from octavo_offline.config import DEFAULT_MAX_TOKENS, RunConfig, SamplingConfig
-from octavo_offline.progress import show_progress
-from octavo_offline.running import Job, run_jobs
+from enginecore import Request
+from enginecore.errors import ConfigError
+from octavo_offline.config import RunConfig, SamplingConfig
+from octavo_offline.progress import NoProgress, show_progress
+from octavo_offline.streaming import Answer, AnswerPrinter, Limited, limit_answer, stream
 
 if TYPE_CHECKING:
     from enginecore import LLMEngine, Prompt
 
+STANDARD_INPUT = "-"
 
-def run_prompts(engine: "LLMEngine", run: RunConfig, sampling: SamplingConfig, out: TextIO) -> None:
-    """Write the answer to each prompt to `out`, in order.
+
+def read_prompts(prompts: Sequence[str]) -> list[str]:
+    """Return the prompts, with the text of standard input, without its last line end, in place of -.
+
+    Raises:
+        ConfigError: that text is not UTF-8.
+    """
+    return [_standard_input() if prompt == STANDARD_INPUT else prompt for prompt in prompts]
+
+
+def run_prompts(
+    engine: "LLMEngine",
+    prompts: Sequence[str],
+    run: RunConfig,
+    sampling: SamplingConfig,
+    out: TextIO,
+    notes: TextIO,
+) -> None:
+    """Write the answer to each prompt to `out`, in order and as it comes; `notes` tells what was cut off.
 
     Raises:
         RequestError: a prompt cannot be run as asked.
+        OutputError: `out` cannot be written.
     """
-    jobs = []
-    for index, text in enumerate(run.prompt):
-        prompt = _prepare(engine, run, text)
-        most = _max_tokens(engine, sampling, prompt)
-        jobs.append(Job(index, [prompt], [sampling.params(most, engine.frontend.sampling_defaults)]))
-    finished: dict[int, RequestOutput] = {}
-    with show_progress(len(jobs)) as progress:
-        for result in run_jobs(engine, jobs, progress):
-            if result.error is not None:
-                raise result.error
-            (finished[result.job.key],) = result.outputs
-    _write([finished[index] for index in range(len(jobs))], out)
+    prepared = [_prepare(engine, run, text) for text in prompts]
+    limits = [limit_answer(engine, sampling, prompt, chat=run.chat) for prompt in prepared]
+    printer = AnswerPrinter(_answers(limits, sampling.n), out, notes)
+    requests = [
+        Request(str(index), prompt, limited.params, 0)
+        for index, (prompt, limited) in enumerate(zip(prepared, limits, strict=True))
+    ]
+    shown = NoProgress() if out.isatty() else show_progress(len(requests))
+    with shown as progress, closing(stream(engine, requests)) as outputs:
+        for output in outputs:
+            progress.stepped(engine.stats().generation_tokens)
+            if output.finished:
+                progress.ended()
+            for sample in output.outputs:
+                printer.push(int(output.request_id) * sampling.n + sample.index, sample)
 
 
 def _prepare(engine: "LLMEngine", run: RunConfig, text: str) -> "Prompt":
@@ -38,18 +64,21 @@ def _prepare(engine: "LLMEngine", run: RunConfig, text: str) -> "Prompt":
     return engine.frontend.prepare_chat([*system, {"role": "user", "content": text}])
 
 
-def _max_tokens(engine: "LLMEngine", sampling: SamplingConfig, prompt: "Prompt") -> int:
-    if sampling.max_tokens is not None:
-        return sampling.max_tokens
-    room = engine.limits.max_model_len - len(prompt.token_ids)
-    return max(1, min(DEFAULT_MAX_TOKENS, room))
+def _answers(limits: Sequence[Limited], samples: int) -> list[Answer]:
+    """Return a lone answer without a heading, and several with those that `head` gives files."""
+    if len(limits) * samples == 1:
+        return [Answer("", limits[0].ending)]
+    found = []
+    for number, limited in enumerate(limits, 1):
+        for sample in range(1, samples + 1):
+            name = f"prompt {number}, answer {sample}"
+            before = "\n" if found else ""
+            found.append(Answer(f"{before}==> {name} <==\n", f"{name} {limited.ending}"))
+    return found
 
 
-def _write(outputs: list[RequestOutput], out: TextIO) -> None:
-    """Write a lone answer as it is, and several under headings as `head` does for files."""
-    answers = [(number, sample) for number, output in enumerate(outputs, 1) for sample in output.outputs]
-    for index, (prompt, sample) in enumerate(answers):
-        if len(answers) > 1:
-            out.write("\n" if index else "")
-            out.write(f"==> prompt {prompt}, answer {sample.index + 1} <==\n")
-        out.write(sample.text + "\n")
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8: {error}") from error

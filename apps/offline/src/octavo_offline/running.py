@@ -2,26 +2,17 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginecore import Request, RequestOutput, SamplingParams
 from enginecore.errors import RequestError
+from octavo_offline.progress import Watcher
 
 if TYPE_CHECKING:
     from enginecore import LLMEngine, Prompt
 
 _QUEUED = 2
 """Requests in the engine for each that may run: enough that it never waits for one to be read."""
-
-
-class Watcher(Protocol):
-    """Is told how a run goes on."""
-
-    def stepped(self, generated: int) -> None:
-        """Take notice of a step; `generated` is the number of tokens since the engine's start."""
-
-    def ended(self) -> None:
-        """Take notice of a job's end."""
 
 
 class Job(NamedTuple):

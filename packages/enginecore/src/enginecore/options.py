@@ -77,6 +77,8 @@ class OptionParser(argparse.ArgumentParser):
         """`records` maps a heading of the help page to a dataclass."""
         super().__init__(prog=program, description=description, allow_abbrev=False)
         self.records = records
+        self.given: Mapping[str, Given] = {}
+        """After `read`: the options that were given, by name."""
         self.add_argument("--version", action="version", version=f"{program} {version}")
         self.add_argument("--config", metavar="FILE", action=_Once, help="YAML file of options")
         self.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
@@ -108,6 +110,7 @@ class OptionParser(argparse.ArgumentParser):
             print(f"{self.prog}: warning: {warning}", file=sys.stderr)
         given |= from_variables
         given |= _from_flags(flags)
+        self.given = given
         return [build(record, given) for record in self.records.values()]
 
 
