@@ -52,11 +52,16 @@ def test_batch(model):
     text_body = answers["text"]["response"]["body"]
     assert [choice["text"] for choice in text_body["choices"]] == ["\N{HOT PEPPER}", ""]
     assert text_body["usage"]["completion_tokens"] == 5
-    assert "together they may be at most 256" in answers["long"]["error"]["message"]
+    assert (
+        "maximum context length is 256 tokens. However, your prompt is too long"
+        in answers["long"]["error"]["message"]
+    )
 
 
 def test_an_error_is_one_line(model):
     done = offline(model, "--prompt", "a" * 300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("octavo-offline: the prompt has 300 tokens")
+    assert done.stderr.splitlines()[-1].startswith(
+        "octavo-offline: This model's maximum context length is 256 tokens. However,"
+    )
     assert "Traceback" not in done.stderr

@@ -60,7 +60,7 @@ def test_a_bad_line_hurts_no_other(engine):
     assert [answers[name]["response"]["status_code"] for name in ("good", "bad", "too")] == [200, 400, 200]
     answer = answers["bad"]
     assert answer["response"]["body"]["error"]["param"] == "temperature"
-    assert answer["error"]["code"] == "BadRequestError"
+    assert answer["error"]["code"] == "invalid_request_error"
     assert answer["error"]["message"] == answer["response"]["body"]["error"]["message"]
 
 
@@ -103,7 +103,7 @@ def test_names_of_the_model(engine):
         assert answers["1"]["response"]["body"]["model"] == (model or "x")
     answer = run(engine, line(prompt="a", model="z", temperature=-1))["1"]
     assert answer["response"]["status_code"] == 404
-    assert answer["error"]["code"] == "NotFoundError"
+    assert answer["error"]["code"] == "invalid_request_error"
 
 
 def test_every_line_is_answered_with_more_lines_than_fit_at_once(engine):

@@ -29,7 +29,7 @@ async def test_models(client):
     ]
     assert (await client.get("/v1/models/alias")).json() == cards["data"][1]
     missing = await client.get("/v1/models/org/other")
-    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_model_without_given_names_goes_by_its_own(engine):
@@ -59,7 +59,7 @@ async def test_nothing_generates_while_the_model_loads(client, engine):
     ):
         response = await client.request(method, route, json={})
         assert response.status_code == 503
-        assert response.json()["error"]["type"] == "ServiceUnavailableError"
+        assert response.json()["error"]["type"] == "server_error"
     for route in ("/version", "/load", "/metrics"):
         assert (await client.get(route)).status_code == 200
 
@@ -93,7 +93,8 @@ async def test_api_key(engine):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = await client.get("/v1/models", headers=headers)
             assert response.status_code == 401
-            assert response.json()["error"]["type"] == "AuthenticationError"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
         right = {"authorization": "Bearer secret"}
         assert (await client.get("/v1/models", headers=right)).status_code == 200
         for route in ("/health", "/ping", "/metrics"):

@@ -86,7 +86,7 @@ class _Writer:
     def fail(self, custom_id: Any, error: RequestError) -> None:
         """Write why a request was not run."""
         status = 404 if isinstance(error, openai.ModelNotFound) else 400
-        content = openai.error_answer(status, str(error), error.param)
+        content = openai.error_answer(status, str(error), error.param, error.code)
         self.failed += 1
         self._write(custom_id, status, f"req-{uuid4().hex}", content)
 

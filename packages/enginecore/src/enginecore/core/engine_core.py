@@ -12,8 +12,10 @@ from batchsched import (
     Committed,
     Fcfs,
     Limits,
+    NeverFits,
     Policy,
     Priority,
+    PromptTooLong,
     Recompute,
     Request,
     RequestRefused,
@@ -25,7 +27,7 @@ from batchsched import (
     TimeSlice,
 )
 from enginecore.config import EngineConfig
-from enginecore.errors import EngineDeadError
+from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor
 from enginecore.executor.step import SampledTokens, StepInput, StepOutput
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
@@ -133,7 +135,10 @@ class EngineCore:
                 )
             )
         except RequestRefused as error:
-            self._refused.setdefault(client, {})[message.number] = str(error)
+            refusal: Exception = error
+            if isinstance(error, PromptTooLong | NeverFits):
+                refusal = ContextLengthError(self.limits.max_model_len, str(error))
+            self._refused.setdefault(client, {})[message.number] = str(refusal)
         else:
             self._unfinished[handle] = message
 
