@@ -106,4 +106,7 @@ def _time_of(record: logging.LogRecord) -> str:
 
 
 def _value(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else printable(str(value))
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    return printable(text) if re.fullmatch(r'[^\s"=]+', text) else json.dumps(text)

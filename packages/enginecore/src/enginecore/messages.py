@@ -91,6 +91,8 @@ class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     """The sliding window that all layers have; None where some layer attends to everything."""
     device: str = "cpu"
     """Type of the device: cpu or cuda."""
+    dtype: str = ""
+    """Type of weights and activations."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

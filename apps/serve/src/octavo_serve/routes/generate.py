@@ -11,6 +11,7 @@ from starlette.responses import Response
 from enginecore import Prompt, Request, RequestOutput, SamplingParams
 from enginecore.errors import ContextLengthError, RequestAbortedError, RequestError
 from enginecore.frontend import openai
+from octavo_serve.access import RequestRecord, record_of
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
@@ -29,6 +30,7 @@ class _Job(NamedTuple):
     """Makes the encoder of a streamed answer."""
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
     """Makes the whole answer of the requests' final outputs."""
+    record: RequestRecord
 
     def response(self) -> Response:
         """Return the response, streamed if the body asks for that."""
@@ -64,6 +66,7 @@ async def create_completion(http: HttpRequest) -> Response:
         _requests(server, head, body, prompts, each),
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
+        _record(http, head, body, prompts),
     ).response()
 
 
@@ -91,6 +94,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
         _requests(server, head, body, [prompt], [params]),
         lambda: ChatChunks(head, body, [prompt], vocabulary),
         lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
+        _record(http, head, body, [prompt]),
     ).response()
 
 
@@ -108,11 +112,20 @@ def _requests(
     ]
 
 
+def _record(
+    http: HttpRequest, head: openai.Head, body: openai.Body, prompts: Sequence[Prompt]
+) -> RequestRecord:
+    record = record_of(http)
+    record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], body.samples)
+    return record
+
+
 async def _whole_answer(job: _Job) -> bytes:
     outputs: dict[int, RequestOutput] = {}
     with openai.blaming(job.body):
         async with job.server.open_stream(job.requests) as stream:
             async for index, output in stream:
+                job.record.add(index, output)
                 _raise_failure(output)
                 outputs[index] = output
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
@@ -126,6 +139,7 @@ async def _events(job: _Job) -> AsyncGenerator[bytes, None]:
         with openai.blaming(job.body):
             async with job.server.open_stream(job.requests) as stream:
                 async for index, output in stream:
+                    job.record.add(index, output)
                     _raise_failure(output)
                     events = chunks.encode(index, output)
                     if events:

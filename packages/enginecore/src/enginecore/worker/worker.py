@@ -99,6 +99,7 @@ class Worker:
             host_blocks=size.host_blocks,
             window=_common_window(spec.windows),
             device=self.device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
         )
         self._runner = Runner(
             self._model,
@@ -117,10 +118,10 @@ class Worker:
 
     def _log_start(self, files: ModelFiles, layout: KVLayout, size: CacheSize, reason: str) -> None:
         logger.info(
-            "%s on %s in %s, %s kernels, %d threads",
+            "%s on %s in %s, %s kernels, threads: %d",
             files.name,
             self.device,
-            str(self.dtype).removeprefix("torch."),
+            self.limits.dtype,
             backend_name(self.device),
             torch.get_num_threads(),
         )
