@@ -44,16 +44,17 @@ class Server:
         assert self.process.stderr is not None
         self.lines += (line.rstrip("\n") for line in self.process.stderr)
 
-    def gauge(self, name: str) -> float:
+    def gauge(self, name: str, **labels: str) -> float:
         text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^octavo_{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        wanted = ".*".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        found = re.search(rf"^octavo_{name}{{.*{wanted}.*}} (\S+)$", text, re.MULTILINE)
         assert found is not None
         return float(found[1])
 
     def wait_until_idle(self) -> None:
         """Wait until nothing runs, waits or holds KV cache."""
         gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        _until(lambda: all(self.gauge(name) == 0 for name in gauges))
+        wait_until(lambda: all(self.gauge(name) == 0 for name in gauges))
 
     def stop(self) -> None:
         self.process.kill()
@@ -61,7 +62,7 @@ class Server:
         self._reading.join()
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline

@@ -1,5 +1,6 @@
 """OpenAI's own client against a real server process with a real engine."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 import successor_model
-from server_process import LIMIT_S, Server
+from server_process import LIMIT_S, Server, wait_until
 
 PEPPER = "\N{HOT PEPPER}é语"
 
@@ -145,6 +146,36 @@ def test_cached_tokens_are_told(client):
     assert again.choices[0].text == "b"
 
 
+def test_the_log_tells_at_start_what_runs_and_why_the_cache_has_its_size(server):
+    log = "\n".join(server.lines)
+    stamp = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO"
+    for pattern in (
+        r"octavo_serve\.server: version \d+\.\d+",
+        r"enginecore\.worker\.worker: \S+/tiny on cpu in float32, (cpu|torch) kernels, threads: \d+$",
+        r"enginecore\.worker\.worker: KV cache: 8192 tokens in 512 blocks of 16 in float32; asked for by ",
+        r"octavo_serve\.server: ready on http://\S+: tiny, alias, at most 2048 tokens a request$",
+    ):
+        assert re.search(f"{stamp} {pattern}", log, re.MULTILINE), log
+
+
+def test_metrics_and_log_count_the_same_requests(server, client):
+    def requests() -> list[str]:
+        return [line for line in server.lines if "id=cmpl-counted" in line]
+
+    before = server.gauge("request_success_total", finished_reason="length")
+    for _ in range(3):
+        client.completions.create(
+            model="tiny", prompt="qq", max_tokens=2, extra_headers={"x-request-id": "counted"}
+        )
+    assert server.gauge("request_success_total", finished_reason="length") == before + 3
+    wait_until(lambda: len(requests()) == 3)
+    form = (
+        "status=200 id=cmpl-counted prompt_tokens=2 output_tokens=2 cached_tokens=0 "
+        r"ttft=\d+\.\d{3} finish=length total=\d+\.\d{3}$"
+    )
+    assert all(re.search(form, line) for line in requests())
+
+
 def test_the_http_process_has_no_torch(server):
     assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
@@ -243,6 +274,8 @@ def test_a_killed_engine_ends_everything(model):
         with pytest.raises(openai.APIError, match="killed by signal 9"):
             list(stream)
         assert server.process.wait(LIMIT_S) == 1
+        server.stop()
+        assert "octavo_serve.server: ending with exit status 1: " in "\n".join(server.lines)
     finally:
         server.stop()
 

@@ -1,17 +1,21 @@
 """The log: a line for each request, and nothing in it that a client wrote."""
 
+import asyncio
 import json
 import logging
 import re
 import signal
 import socket
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from caller import Caller
 from scripted_engine import say
 from test_process import Server, server
 
 from enginecore.messages import EngineStats
+from octavo_serve.app import create_app
+from octavo_serve.config import ServeConfig
 from octavo_serve.server import Throughput
 
 LINE = re.compile(
@@ -76,6 +80,19 @@ async def test_probes_are_left_out_and_failures_are_not(client, engine, caplog):
         ("/health", 503),
         ("/v1/chat/completions", 503),
     ]
+
+
+@pytest.mark.anyio
+async def test_a_client_who_leaves(engine, caplog):
+    caplog.set_level(logging.INFO, "octavo_serve")
+    engine.allowed = 0
+    caller = Caller(create_app(cast(Any, engine), ServeConfig()), {"prompt": "hi"})
+    while not engine.streams:
+        await asyncio.sleep(0)
+    caller.leave()
+    await caller.task
+    [fields] = records(caplog)
+    assert (fields["status"], fields["output_tokens"], fields["finish"]) == (499, 0, "abort")
 
 
 def test_every_line_has_time_and_level_and_every_request_one_line():
