@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from enginecore.metrics import Metrics
 
 PROBES = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})
-"""Routes that supervisors ask every few seconds: logged at debug only."""
+"""Routes that supervisors ask every few seconds, also while the model loads: logged at debug only."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _CLIENT_LEFT = 499
@@ -112,7 +112,7 @@ class AccessLog:
         route = scope["route"].path if "route" in scope else path if path in self._routes else "none"
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.answered(method, route, status)
-        level = logging.DEBUG if route in PROBES and status < 500 else logging.INFO
+        level = logging.DEBUG if route in PROBES else logging.INFO
         logger.log(
             level,
             "request",
