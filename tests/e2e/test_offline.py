@@ -114,13 +114,16 @@ def test_batch(model):
     assert "octavo-offline: line 3: " in done.stderr
     refused = answers["long"]["response"]
     assert refused["status_code"] == 400
-    assert "together they may be at most 256" in refused["body"]["error"]["message"]
+    said = refused["body"]["error"]["message"]
+    assert "maximum context length is 256 tokens. However, your prompt is too long" in said
 
 
 def test_an_error_is_one_line(model):
     done = offline(model, "--prompt", "a" * 300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("octavo-offline: the prompt has 300 tokens")
+    assert done.stderr.splitlines()[-1].startswith(
+        "octavo-offline: This model's maximum context length is 256 tokens. However,"
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -4,64 +4,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
 import psutil
 import pytest
 
 import successor_model
+from server_process import LIMIT_S, Server, wait_until
 
 PEPPER = "\N{HOT PEPPER}é语"
-LIMIT_S = 60
-"""Seconds after which waiting for a process or a state is given up, on the slowest machine."""
-
-
-class Server:
-    """`octavo-serve` on a free port; `ready` when the model is loaded."""
-
-    def __init__(self, model: Path, *flags: str) -> None:
-        command = [str(Path(sys.executable).parent / "octavo-serve"), str(model), "--port", "0"]
-        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
-        self.url = self._wait_for(r"listening on (http://\S+),")[1]
-        self._wait_for("ready on")
-        self.client: Any = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def _wait_for(self, pattern: str) -> re.Match[str]:
-        assert self.process.stderr is not None
-        lines = []
-        for line in self.process.stderr:
-            lines.append(line)
-            found = re.search(pattern, line)
-            if found:
-                return found
-        raise AssertionError(f"the server ended without {pattern!r}: {lines}")
-
-    def gauge(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^octavo_{name}{{.*}} (\S+)$", text, re.MULTILINE)
-        assert found is not None
-        return float(found[1])
-
-    def wait_until_idle(self) -> None:
-        """Wait until nothing runs, waits or holds KV cache."""
-        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        _until(lambda: all(self.gauge(name) == 0 for name in gauges))
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +146,36 @@ def test_cached_tokens_are_told(client):
     assert again.choices[0].text == "b"
 
 
+def test_the_log_tells_at_start_what_runs_and_why_the_cache_has_its_size(server):
+    log = "\n".join(server.lines)
+    stamp = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO"
+    for pattern in (
+        r"octavo_serve\.server: version \d+\.\d+",
+        r"enginecore\.worker\.worker: \S+/tiny on cpu in float32, (cpu|torch) kernels, threads: \d+$",
+        r"enginecore\.worker\.worker: KV cache: 8192 tokens in 512 blocks of 16 in float32; asked for by ",
+        r"octavo_serve\.server: ready on http://\S+: tiny, alias, at most 2048 tokens a request$",
+    ):
+        assert re.search(f"{stamp} {pattern}", log, re.MULTILINE), log
+
+
+def test_metrics_and_log_count_the_same_requests(server, client):
+    def requests() -> list[str]:
+        return [line for line in server.lines if "id=cmpl-counted" in line]
+
+    before = server.gauge("request_success_total", finished_reason="length")
+    for _ in range(3):
+        client.completions.create(
+            model="tiny", prompt="qq", max_tokens=2, extra_headers={"x-request-id": "counted"}
+        )
+    assert server.gauge("request_success_total", finished_reason="length") == before + 3
+    wait_until(lambda: len(requests()) == 3)
+    form = (
+        "status=200 id=cmpl-counted prompt_tokens=2 output_tokens=2 cached_tokens=0 "
+        r"ttft=\d+\.\d{3} finish=length total=\d+\.\d{3}$"
+    )
+    assert all(re.search(form, line) for line in requests())
+
+
 def test_the_http_process_has_no_torch(server):
     assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
@@ -200,9 +183,8 @@ def test_the_http_process_has_no_torch(server):
 def test_errors(client):
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="other", prompt="a")
-    assert missing.value.param == "model"
-    with pytest.raises(openai.BadRequestError, match="together they may be at most 2048"):
-        client.completions.create(model="tiny", prompt="a", max_tokens=2048)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    assert missing.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.completions.create(model="tiny", prompt="a", temperature=-1, stream=True)
     assert bad.value.param == "temperature"
@@ -210,6 +192,41 @@ def test_errors(client):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="tiny", prompt=ids)
     assert client.completions.create(model="tiny", prompt=[319], max_tokens=1).choices[0].text == "z"
+
+
+TOO_LONG = [
+    ("completions", {"prompt": "a" * 2048}, "2048 tokens", "prompt"),
+    ("completions", {"prompt": [97] * 2048}, "2048 tokens", "prompt"),
+    ("completions", {"prompt": "a" * 10**6}, "1000000 characters", "prompt"),
+    ("completions", {"prompt": "a", "max_tokens": 2048}, "2049 tokens", "max_tokens"),
+    ("chat", {"content": "a" * 2048}, "tokens", "messages"),
+    ("chat", {"content": "a" * 10**6}, "characters", "messages"),
+    ("chat", {"content": "a", "min_tokens": 2048}, "min_tokens=2048", "min_tokens"),
+    ("chat", {"content": "a", "max_tokens": 2048}, "tokens", "max_tokens"),
+    ("chat", {"content": "a", "max_completion_tokens": 2048}, "tokens", "max_completion_tokens"),
+]
+"""Route, body, what the message counts, and the field at fault, for each check of a request's length."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "body", "counted", "param"), TOO_LONG)
+def test_whichever_check_finds_a_request_too_long_says_so_in_openais_words(
+    client, route, body, counted, param, stream
+):
+    body = {"model": "tiny", "stream": stream, **body}
+    if route == "chat":
+        body["messages"] = [{"role": "user", "content": body.pop("content")}]
+    extra = {name: body.pop(name) for name in ("min_tokens", "max_completion_tokens") if name in body}
+    create = client.chat.completions.create if route == "chat" else client.completions.create
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(**body, extra_body=extra)
+    error = refused.value.body
+    assert error["message"].startswith(
+        "This model's maximum context length is 2048 tokens. However, your prompt is too long: "
+    )
+    assert counted in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert error["param"] == param
 
 
 def test_leaving_frees_everything(server, client):
@@ -257,6 +274,8 @@ def test_a_killed_engine_ends_everything(model):
         with pytest.raises(openai.APIError, match="killed by signal 9"):
             list(stream)
         assert server.process.wait(LIMIT_S) == 1
+        server.stop()
+        assert "octavo_serve.server: ending with exit status 1: " in "\n".join(server.lines)
     finally:
         server.stop()
 

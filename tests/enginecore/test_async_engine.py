@@ -70,9 +70,12 @@ def test_many_at_once(model):
     outputs, metrics = with_engine(model, scenario)
     for prompt, output in list(zip(prompts, outputs, strict=True))[:5]:
         assert output.outputs[0].token_ids == oracle.greedy(list(prompt.encode()), 10)[0]
-    assert f'octavo_generation_tokens_total{{model_name="{model}"}} 300.0' in metrics
-    assert f'octavo_request_success_total{{finished_reason="length",model_name="{model}"}} 30.0' in metrics
-    assert f'octavo_num_requests_running{{model_name="{model}"}} 0.0' in metrics
+    assert f'octavo_generation_tokens_total{{engine="0",model_name="{model}"}} 300.0' in metrics
+    assert (
+        f'octavo_request_success_total{{engine="0",finished_reason="length",model_name="{model}"}} 30.0'
+        in metrics
+    )
+    assert f'octavo_num_requests_running{{engine="0",model_name="{model}"}} 0.0' in metrics
 
 
 def test_leaving_early_aborts(model):

@@ -349,6 +349,7 @@ def test_a_refused_request_is_answered_and_harms_no_one(model):
         errors |= outputs[0].errors
         tokens += outputs[1].tokens.tolist() if 1 in outputs else []
     assert list(errors) == [0]
+    assert errors[0].startswith("This model's maximum context length is ")
     assert "200" in errors[0] and "65" in errors[0]
     assert len(tokens) == 3
 

@@ -520,9 +520,10 @@ def test_prompts_that_just_fit(
     ],
 )
 def test_prompts_that_do_not_fit(frontend: Frontend, length: int, max_tokens: int | None, param: str) -> None:
-    with pytest.raises(RequestError, match=f"{length} tokens.*at most 64") as refusal:
+    with pytest.raises(RequestError, match=f"context length is 64 tokens. However, .*{length}.*") as refusal:
         add(frontend, "r", Prompt(None, [1] * length), greedy(max_tokens=max_tokens))
     assert refusal.value.param == param
+    assert refusal.value.code == "context_length_exceeded"
     assert isinstance(refusal.value, ValueError)
     assert frontend.unfinished == 0
 
@@ -539,7 +540,11 @@ def test_prompts_that_do_not_fit(frontend: Frontend, length: int, max_tokens: in
         ({"stop_token_ids": [320]}, "vocabulary ends at 319", "stop_token_ids"),
         ({"allowed_token_ids": [320]}, "vocabulary ends at 319", "allowed_token_ids"),
         ({"logit_bias": {320: 1.0}}, "vocabulary ends at 319", "logit_bias"),
-        ({"max_tokens": None, "min_tokens": 64}, "63 tokens there is room for", "min_tokens"),
+        (
+            {"max_tokens": None, "min_tokens": 64},
+            "leaves room for 63 tokens, fewer than min_tokens=64",
+            "min_tokens",
+        ),
     ],
 )
 def test_parameters_the_model_cannot_meet(

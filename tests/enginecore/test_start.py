@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 
@@ -60,23 +61,38 @@ def test_the_core_logs_what_its_front_end_logs(model, monkeypatch, capfd):
 
     asyncio.run(start())
     captured = capfd.readouterr()
-    said = [line for line in captured.err.splitlines() if "of 2: " in line]
+    said = [line.partition("Z ")[2] for line in captured.err.splitlines() if "of 2: " in line]
     stages = ("communicators connected", "weights loaded", "KV cache of 8 blocks allocated")
     assert sorted(said) == sorted(
         f"INFO enginecore.executor.distributed: rank {rank} of 2: {stage}"
         for rank in (0, 1)
         for stage in stages
     )
+    for rank in (0, 1):
+        worker = rf"^\S+Z INFO \[rank {rank}\] enginecore\.worker\.worker: "
+        assert re.search(worker + ".* on cpu in float32, .* kernels, threads: ", captured.err, re.MULTILINE)
+        assert re.search(worker + "KV cache: 128 tokens in 8 blocks of 16 ", captured.err, re.MULTILINE)
     assert "Gloo" not in captured.err + captured.out
 
 
-def test_what_workers_write_is_shown_but_for_gloo_s_chatter(capsys):
+def test_what_workers_log_is_passed_on_and_what_they_print_is_logged_but_for_gloo_s_chatter(capsys, caplog):
     lines: processes.collections.deque[str] = processes.collections.deque()
     written = [
         b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n",
         b"[Gloo] connection reset\n",
         b"\xff went wrong\n",
+        b"2026-01-01T00:00:00.000Z ERROR [rank 3] enginecore.worker: it failed\n",
+        b"    Traceback\n",
+        b"printed\n",
+        b"    indented\n",
     ]
     processes._repeat(written, lines, 3)
-    assert list(lines) == ["[Gloo] connection reset", "\ufffd went wrong"]
-    assert capsys.readouterr().err == "[rank 3] [Gloo] connection reset\n[rank 3] \ufffd went wrong\n"
+    assert list(lines) == ["[Gloo] connection reset", "\ufffd went wrong", "printed", "    indented"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 3 wrote: [Gloo] connection reset",
+        "rank 3 wrote: \ufffd went wrong",
+        "rank 3 wrote: printed",
+        "rank 3 wrote:     indented",
+    ]
+    logged = "2026-01-01T00:00:00.000Z ERROR [rank 3] enginecore.worker: it failed\n    Traceback\n"
+    assert capsys.readouterr().err == logged

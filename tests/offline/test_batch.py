@@ -84,6 +84,7 @@ def test_a_bad_line_hurts_no_other(engine):
     assert [answers[name]["response"]["status_code"] for name in ("good", "bad", "too")] == [200, 400, 200]
     assert answers["bad"]["response"]["body"]["error"]["param"] == "temperature"
     assert answers["bad"]["error"] is None
+    assert answers["bad"]["response"]["body"]["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -156,6 +157,7 @@ def test_names_of_the_model(engine):
         assert answers["1"]["response"]["body"]["model"] == (model or "x")
     answer = run(engine, line(prompt="a", model="z", temperature=-1))["1"]
     assert answer["response"]["status_code"] == 404
+    assert answer["response"]["body"]["error"]["code"] == "model_not_found"
 
 
 def test_every_line_is_answered_with_more_lines_than_fit_at_once(engine):

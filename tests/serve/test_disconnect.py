@@ -143,7 +143,7 @@ async def test_engine_death_fails_what_runs(app, engine):
     engine.die("killed")
     await running.task
     await queued.task
-    assert b'"error":{"message":"killed","type":"ServiceUnavailableError"' in running.body
+    assert b'"error":{"message":"killed","type":"server_error"' in running.body
     assert running.body.endswith(b"data: [DONE]\n\n")
     assert queued.messages[0]["status"] == 503
 

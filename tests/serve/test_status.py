@@ -1,6 +1,7 @@
 """Routes that tell about the server, and who may call which."""
 
 import asyncio
+import re
 from typing import Any, cast
 
 import httpx
@@ -29,7 +30,7 @@ async def test_models(client):
     ]
     assert (await client.get("/v1/models/alias")).json() == cards["data"][1]
     missing = await client.get("/v1/models/org/other")
-    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_model_without_given_names_goes_by_its_own(engine):
@@ -59,7 +60,7 @@ async def test_nothing_generates_while_the_model_loads(client, engine):
     ):
         response = await client.request(method, route, json={})
         assert response.status_code == 503
-        assert response.json()["error"]["type"] == "ServiceUnavailableError"
+        assert response.json()["error"]["type"] == "server_error"
     for route in ("/version", "/load", "/metrics"):
         assert (await client.get(route)).status_code == 200
 
@@ -85,7 +86,29 @@ async def test_version_and_load(client, engine):
 async def test_metrics(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert 'octavo_num_requests_running{model_name="tiny"} 0.0' in response.text
+    assert 'octavo_num_requests_running{engine="0",model_name="tiny"} 0.0' in response.text
+
+
+async def test_http_requests_are_counted_by_route_and_status(client):
+    for _ in range(2):
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+    await client.post("/v1/completions", json={"prompt": ""})
+    await client.get("/v1/completions")
+    await client.get("/v1/models/alias")
+    for path in ("/a", "/b", "/v1/models/none"):
+        await client.get(path)
+    text = (await client.get("/metrics")).text
+    counts = re.findall(
+        r'^http_requests_total{handler="(.*)",method="(.*)",status="(.*)"} (.*)$', text, re.MULTILINE
+    )
+    assert sorted(counts) == [
+        ("/v1/completions", "GET", "405", "1.0"),
+        ("/v1/completions", "POST", "200", "2.0"),
+        ("/v1/completions", "POST", "400", "1.0"),
+        ("/v1/models/{name:path}", "GET", "200", "1.0"),
+        ("/v1/models/{name:path}", "GET", "404", "1.0"),
+        ("none", "GET", "404", "2.0"),
+    ]
 
 
 async def test_api_key(engine):
@@ -93,7 +116,8 @@ async def test_api_key(engine):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = await client.get("/v1/models", headers=headers)
             assert response.status_code == 401
-            assert response.json()["error"]["type"] == "AuthenticationError"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
         right = {"authorization": "Bearer secret"}
         assert (await client.get("/v1/models", headers=right)).status_code == 200
         for route in ("/health", "/ping", "/metrics"):

@@ -134,7 +134,7 @@ async def test_a_stream_that_fails_validation_is_no_stream(client):
         response = await client.post("/v1/completions", json=body)
         assert response.status_code == 400
         assert response.headers["content-type"] == "application/json"
-        assert response.json()["error"]["code"] == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_engine_death_before_the_first_token_has_a_status(client, engine):
@@ -144,12 +144,32 @@ async def test_engine_death_before_the_first_token_has_a_status(client, engine):
     assert response.json()["error"]["message"] == "the core gave up"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("route", "param"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")]
+)
+async def test_a_length_that_only_the_engine_refuses_is_the_clients_fault(
+    client, engine, route, param, streamed
+):
+    message = "This model's maximum context length is 64 tokens. However, there are 3 KV blocks."
+    engine.script = lambda prompt, params: [Step("", [], "error", message)]
+    body = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "stream": streamed}
+    response = await client.post(route, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "context_length_exceeded",
+    }
+
+
 async def test_an_error_after_the_first_token_ends_the_stream(client, engine):
     engine.script = lambda prompt, params: [Step("a"), Step("", [], "error", "the core gave up")]
     first, error = chunks(await stream(client, "/v1/completions", TEXT))
     assert first["choices"][0]["text"] == "a"
     assert error == {
-        "error": {"message": "the core gave up", "type": "InternalServerError", "param": None, "code": 500}
+        "error": {"message": "the core gave up", "type": "server_error", "param": None, "code": None}
     }
 
 

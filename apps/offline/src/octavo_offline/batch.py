@@ -120,7 +120,7 @@ class _Writer:
             self._write(custom_id, {"response": None, "error": reason})
         else:
             status = 404 if isinstance(error, openai.ModelNotFound) else 400
-            content = openai.error_answer(status, str(error), error.param)
+            content = openai.error_answer(status, str(error), error.param, error.code)
             self._write(
                 custom_id, {"response": _response(status, f"req-{uuid4().hex}", content), "error": None}
             )

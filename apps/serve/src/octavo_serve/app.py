@@ -8,6 +8,7 @@ from fastapi.middleware import Middleware
 
 from enginecore import __version__
 from enginecore.frontend.openai import ChatBody, CompletionBody
+from octavo_serve.access import AccessLog
 from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
@@ -38,7 +39,8 @@ Endpoints read their bodies themselves, once, with msgspec; the framework is tol
 
 def create_app(engine: "AsyncEngine", options: ServeConfig) -> FastAPI:
     """Return the ASGI application; its `state.server` is the `ServerState` that the routes share."""
-    middleware = []
+    paths = frozenset(path for _, path, _, _ in _ROUTES)
+    middleware = [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
     if options.cors_origins:
         from fastapi.middleware.cors import CORSMiddleware
 

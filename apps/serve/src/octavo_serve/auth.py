@@ -21,7 +21,12 @@ class KeyGuard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._carries_key(scope):
             await self._app(scope, receive, send)
         else:
-            error = ApiError(401, "a valid API key is needed: send the header `Authorization: Bearer KEY`")
+            error = ApiError(
+                401,
+                "a valid API key is needed: send the header `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
             await error.response()(scope, receive, send)
 
     def _carries_key(self, scope: Scope) -> bool:

@@ -31,7 +31,8 @@ def _serve() -> int:
     from octavo_serve.server import run
 
     name = next(iter(options.served_model_name), None)
-    return run(listener, lambda: AsyncEngine(engine_config, name=name), options)
+    prefix = options.metrics_prefix
+    return run(listener, lambda: AsyncEngine(engine_config, name=name, metrics_prefix=prefix), options)
 
 
 def _leave(number: int, frame: object) -> None:

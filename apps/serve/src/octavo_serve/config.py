@@ -21,12 +21,14 @@ class ServeConfig:
         (), "names by which clients may call the model; default: MODEL as given"
     )
     shutdown_timeout: float = _option(
-        0.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C before they are aborted"
+        30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C before they are aborted"
     )
     cors_origins: tuple[str, ...] = _option((), "web origins whose pages may call the server, * for all")
     log_level: Literal["debug", "info", "warning", "error"] = _option(
-        "info", "least serious messages to log; debug logs each request"
+        "info", "least serious messages to log; info has a line for each request, debug for each probe too"
     )
+    log_format: Literal["text", "json"] = _option("text", "format of the log on standard error")
+    metrics_prefix: str = _option("octavo_", "beginning of the metrics' names; vllm: gives vLLM's own names")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -1,6 +1,7 @@
 """Errors as clients get them: always OpenAI's error shape."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,25 +14,38 @@ from enginecore.frontend.openai import ModelNotFound, error_answer
 
 _UNEXPECTED = "the server failed to answer this request"
 
+_ROUTING = {404: "there is no route {1}", 405: "{0} is not allowed on {1}"}
+"""Messages, of method and path, of what no endpoint was asked about."""
+_CODES = {405: "method_not_supported"}
+_LONGEST_PATH = 200
+
 logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
     """A request that is answered with an error; `param` names the field at fault when one is."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.code = code
+        self.headers = headers
 
     def body(self) -> bytes:
         """Return the error as JSON."""
-        return msgspec.json.encode(error_answer(self.status, str(self), self.param))
+        return msgspec.json.encode(error_answer(self.status, str(self), self.param, self.code))
 
     def response(self) -> Response:
         """Return the error as a whole response."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return Response(self.body(), self.status, headers, "application/json")
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -40,18 +54,22 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ModelNotFound():
-            return ApiError(404, str(error), error.param)
+            return ApiError(404, str(error), error.param, error.code)
         case RequestError():
-            return ApiError(400, str(error), error.param)
+            return ApiError(400, str(error), error.param, error.code)
         case EngineDeadError() | RequestAbortedError():
             return ApiError(503, str(error))
         case HTTPException():
-            return ApiError(error.status_code, error.detail)
+            return ApiError(
+                error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers
+            )
     logger.error("a request failed", exc_info=error)
     return ApiError(500, _UNEXPECTED)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in _ROUTING:
+        error.detail = _ROUTING[error.status_code].format(request.method, request.url.path[:_LONGEST_PATH])
     return as_api_error(error).response()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 
+from enginecore import __version__, logs
 from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
@@ -20,6 +21,7 @@ from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine
+    from enginecore.messages import EngineStats
 
 STOPPED = 0
 ENGINE_DIED = 1
@@ -27,6 +29,7 @@ ENGINE_DIED = 1
 _SECONDS_TO_SEND_LAST_BYTES = 3
 _SECONDS_TO_KEEP_IDLE_CONNECTIONS = 75
 _SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_BETWEEN_REPORTS = 10
 _OPEN_FILES = 65536
 
 logger = logging.getLogger(__name__)
@@ -38,9 +41,9 @@ def run(listener: socket.socket, make_engine: Callable[[], "AsyncEngine"], optio
     Raises:
         OctavoError: the engine could not start.
     """
-    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    # At its own info level the HTTP server reports what this module reports better.
-    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLogger().level))
+    logs.configure(logs.LogSettings(getattr(logging, options.log_level.upper()), options.log_format))
+    if options.host in ("0.0.0.0", "::", "") and options.api_key is None:
+        logger.warning("listening on every network without an API key: anybody there may use this server")
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Life(listener, make_engine(), options).run())
@@ -63,6 +66,7 @@ class _Life:
         self._state: ServerState = app.state.server
         self._listener = listener
         self._timeout = options.shutdown_timeout
+        self._throughput = Throughput()
         self._asked_to_stop = asyncio.Event()
         self._asked_again = asyncio.Event()
         self._http = _Listener(
@@ -72,7 +76,7 @@ class _Life:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                access_log=options.log_level == "debug",
+                access_log=False,
                 server_header=False,
                 timeout_keep_alive=_SECONDS_TO_KEEP_IDLE_CONNECTIONS,
                 backlog=BACKLOG,
@@ -83,22 +87,35 @@ class _Life:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        logger.info("version %s", __version__)
         logger.info("listening on %s, loading %s", url(self._listener), self._engine.config.model)
+        reporting = asyncio.create_task(self._report_throughput())
+        status = STOPPED
         try:
-            return await self._until_stop()
+            status = await self._until_stop()
+            return status
         finally:
             self._state.draining = True
             self._http.should_exit = True
+            reporting.cancel()
             await serving
             await self._engine.shutdown()
+            if status == STOPPED:
+                logger.info("stopped")
 
     async def _until_stop(self) -> int:
         if not await self._first_of(self._engine.ready()):
             return STOPPED
-        logger.info("ready on %s", url(self._listener))
+        logger.info(
+            "ready on %s: %s, at most %d tokens a request",
+            url(self._listener),
+            ", ".join(self._state.names),
+            self._state.max_model_len,
+        )
         if await self._first_of(self._engine_end()):
+            logger.error("ending with exit status %d: %s", ENGINE_DIED, self._engine.error)
             return ENGINE_DIED
         await self._drain()
         return STOPPED
@@ -125,17 +142,50 @@ class _Life:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout
         running = self._state.streams
+        logger.info("draining: %d requests have up to %g s to finish", len(running), self._timeout)
         while running and loop.time() < deadline and not self._asked_again.is_set():
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         if running:
-            logger.info("aborting %d running requests", len(running))
+            logger.info("drain over: aborting %d requests that have not finished", len(running))
+        else:
+            logger.info("drain over: every request has finished")
         for stream in list(running):
             self._engine.interrupt(stream, RequestAbortedError("the server is shutting down"))
 
-    def _on_signal(self) -> None:
+    async def _report_throughput(self) -> None:
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_REPORTS)
+            line = self._throughput.line(self._engine.stats, _SECONDS_BETWEEN_REPORTS)
+            if line is not None:
+                logger.info("%s", line)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        logger.info("%s received", number.name)
         if self._asked_to_stop.is_set():
             self._asked_again.set()
         self._asked_to_stop.set()
+
+
+class Throughput:
+    """Describes the engine's work since the last time, from its counters."""
+
+    def __init__(self) -> None:
+        self._last: EngineStats | None = None
+
+    def line(self, stats: "EngineStats", seconds: float) -> str | None:
+        """Return a line for the log, None if nothing runs and nothing ran in the `seconds` since."""
+        last, self._last = self._last, stats
+        prompt, generated, queries, hits = (
+            getattr(stats, name) - (0 if last is None else getattr(last, name))
+            for name in ("prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits")
+        )
+        if not (prompt or generated or stats.running or stats.waiting):
+            return None
+        return (
+            f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s, "
+            f"running {stats.running}, waiting {stats.waiting}, KV cache {stats.kv_cache_usage:.1%}, "
+            f"prefix cache hits {hits / queries if queries else 0:.1%}"
+        )
 
 
 def _allow_open_files() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from enginecore.config import EngineConfig
@@ -16,7 +15,7 @@ from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput
 from enginecore.messages import AbortRequests, EngineLimits, EngineStats, Failed, Outputs, ResetPrefixCache
-from enginecore.metrics import Metrics
+from enginecore.metrics import PREFIX, Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
@@ -34,11 +33,17 @@ class AsyncEngine:
     ForkError.
     """
 
-    def __init__(self, config: EngineConfig, *, name: str | None = None) -> None:
-        """`name` is what metrics call the model; its path or id when left out."""
+    def __init__(
+        self, config: EngineConfig, *, name: str | None = None, metrics_prefix: str = PREFIX
+    ) -> None:
+        """`name` is what metrics call the model; its path or id when left out.
+
+        Raises:
+            ConfigError: a metric's name cannot begin with `metrics_prefix`.
+        """
         self._made_here = MadeHere()
         self.config = config
-        self.metrics = Metrics(name or config.model)
+        self.metrics = Metrics(name or config.model, metrics_prefix)
         self.stats = EngineStats()
         self.error: str | None = None
         self.frontend: Frontend | None = None
@@ -165,6 +170,7 @@ class AsyncEngine:
             raise
         frontend.limits = limits
         self.frontend = frontend
+        self.metrics.loaded(self.config, limits)
         self._client = CoreClient(self._process.address)
         self._reading = asyncio.create_task(self._read())
         self._reading.add_done_callback(self._on_reading_end)
@@ -188,33 +194,18 @@ class AsyncEngine:
     def _deliver(self, outputs: Outputs, client: CoreClient, frontend: Frontend) -> None:
         if outputs.stats is not None:
             self.stats = outputs.stats
-            self.metrics.observe(outputs.stats)
-        for _, waited in outputs.scheduled.values():
-            self.metrics.queue_time.observe(waited)
         processed = frontend.process(outputs)
         if processed.stopped:
             client.send(AbortRequests(processed.stopped))
-        now = time.time()
+        self.metrics.record(outputs, processed.changed)
         for state in processed.changed:
             _, stream = self._unfinished[state.request.request_id]
-            self._measure(state, now)
             if state.has_output:
                 stream.notify(state)
             if state.finished:
                 del self._unfinished[state.request.request_id]
             if stream.num_unfinished == 0:
                 self.streams.discard(stream)
-
-    def _measure(self, state: RequestState, now: float) -> None:
-        if state.last_token_time is None:
-            self.metrics.first_token(state.metrics.arrival_time)
-        else:
-            self.metrics.itl.observe(now - state.last_token_time)
-        state.last_token_time = now
-        if state.finished:
-            reasons = [sample.finish_reason or "stop" for sample in state.samples.values()]
-            reason = "error" if "error" in reasons else reasons[-1]
-            self.metrics.finished(state.metrics.arrival_time, reason)
 
     def _abort_stream(self, stream: RequestStream) -> None:
         """Tell the core to drop what has not finished of a stream, without waiting."""
@@ -224,7 +215,7 @@ class AsyncEngine:
             if self._unfinished.get(request_id) != (state, stream):
                 continue
             del self._unfinished[request_id]
-            self.metrics.finished(state.metrics.arrival_time, "abort")
+            self.metrics.ended_early(state, "abort")
             numbers = [] if self.frontend is None else self.frontend.abort(request_id)
             if numbers and self._client is not None and self.error is None:
                 self._client.send(AbortRequests(numbers))
@@ -256,7 +247,7 @@ class AsyncEngine:
         for request_id, (state, _) in self._unfinished.items():
             if self.frontend is not None:
                 self.frontend.abort(request_id)
-            self.metrics.finished(state.metrics.arrival_time, "abort" if self._stopping else "error")
+            self.metrics.ended_early(state, "abort" if self._stopping else "error")
         self._unfinished.clear()
         streams, self.streams = self.streams, set()
         for stream in streams:

@@ -14,11 +14,31 @@ class ModelError(OctavoError, ValueError):
 
 
 class RequestError(OctavoError, ValueError):
-    """A request cannot be run as asked; `param` names the field at fault when one is."""
+    """A request cannot be run as asked; `param` names the field at fault when one is.
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    `code` is OpenAI's name of the kind of fault, where clients look for one.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """Prompt and output are longer than the model's context.
+
+    Clients of OpenAI's API tell this error from others by its code, by the message's first sentence, as
+    litellm does, or by "prompt is too long" in it, as langchain does.
+    """
+
+    START = "This model's maximum context length is"
+    CODE = "context_length_exceeded"
+
+    def __init__(self, limit: int, excess: str, param: str = "prompt") -> None:
+        """`limit` is in tokens; `excess` says in numbers what is too long."""
+        message = f"{self.START} {limit} tokens. However, your prompt is too long: {excess}."
+        super().__init__(message, param, self.CODE)
 
 
 class RequestAbortedError(OctavoError):

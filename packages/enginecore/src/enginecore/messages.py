@@ -93,6 +93,8 @@ class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     """Type of the device: cpu or cuda."""
     dynamic_length: int | None = None
     """Prompt tokens beyond which keys depend on the prompt's length (dynamic NTK scaling); None: never."""
+    dtype: str = ""
+    """Type of weights and activations."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

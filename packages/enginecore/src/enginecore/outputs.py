@@ -39,6 +39,8 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    time_in_queue: float | None = None
+    """Seconds from arrival to the first step."""
 
 
 @dataclass(slots=True)

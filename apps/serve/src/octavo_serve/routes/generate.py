@@ -9,8 +9,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from enginecore import Prompt, Request, RequestOutput, SamplingParams
-from enginecore.errors import RequestAbortedError
+from enginecore.errors import ContextLengthError, RequestAbortedError, RequestError
 from enginecore.frontend import openai
+from octavo_serve.access import RequestRecord, record_of
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
@@ -29,6 +30,7 @@ class _Job(NamedTuple):
     """Makes the encoder of a streamed answer."""
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
     """Makes the whole answer of the requests' final outputs."""
+    record: RequestRecord
 
     def response(self) -> Response:
         """Return the response, streamed if the body asks for that."""
@@ -64,6 +66,7 @@ async def create_completion(http: HttpRequest) -> Response:
         _requests(server, head, body, prompts, each),
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
+        _record(http, head, body, prompts),
     ).response()
 
 
@@ -77,10 +80,11 @@ async def create_chat_completion(http: HttpRequest) -> Response:
     body = openai.read_chat(fields, server.engine.config.max_logprobs)
     params = openai.chat_params(body, frontend.sampling_defaults)
     options = openai.template_options(body)
-    prompt = await off_loop(
-        len(raw),
-        lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
-    )
+    with openai.blaming(body):
+        prompt = await off_loop(
+            len(raw),
+            lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
+        )
     head = openai.Head(answer_id(http, "chatcmpl"), int(time.time()), name)
     vocabulary = server.vocabulary
     return _Job(
@@ -90,6 +94,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
         _requests(server, head, body, [prompt], [params]),
         lambda: ChatChunks(head, body, [prompt], vocabulary),
         lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
+        _record(http, head, body, [prompt]),
     ).response()
 
 
@@ -107,12 +112,22 @@ def _requests(
     ]
 
 
+def _record(
+    http: HttpRequest, head: openai.Head, body: openai.Body, prompts: Sequence[Prompt]
+) -> RequestRecord:
+    record = record_of(http)
+    record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], body.samples)
+    return record
+
+
 async def _whole_answer(job: _Job) -> bytes:
     outputs: dict[int, RequestOutput] = {}
-    async with job.server.open_stream(job.requests) as stream:
-        async for index, output in stream:
-            _raise_failure(output)
-            outputs[index] = output
+    with openai.blaming(job.body):
+        async with job.server.open_stream(job.requests) as stream:
+            async for index, output in stream:
+                job.record.add(index, output)
+                _raise_failure(output)
+                outputs[index] = output
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
 
 
@@ -121,13 +136,15 @@ async def _events(job: _Job) -> AsyncGenerator[bytes, None]:
     chunks = job.chunks()
     started = False
     try:
-        async with job.server.open_stream(job.requests) as stream:
-            async for index, output in stream:
-                _raise_failure(output)
-                events = chunks.encode(index, output)
-                if events:
-                    started = True
-                    yield events
+        with openai.blaming(job.body):
+            async with job.server.open_stream(job.requests) as stream:
+                async for index, output in stream:
+                    job.record.add(index, output)
+                    _raise_failure(output)
+                    events = chunks.encode(index, output)
+                    if events:
+                        started = True
+                        yield events
     except RequestAbortedError:
         if not started:
             raise
@@ -143,4 +160,7 @@ async def _events(job: _Job) -> AsyncGenerator[bytes, None]:
 def _raise_failure(output: RequestOutput) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error":
-            raise ApiError(500, str(sample.stop_reason or "the engine gave this request up"))
+            reason = str(sample.stop_reason or "the engine gave this request up")
+            if reason.startswith(ContextLengthError.START):
+                raise RequestError(reason, "prompt", ContextLengthError.CODE)
+            raise ApiError(500, reason)

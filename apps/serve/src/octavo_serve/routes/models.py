@@ -38,7 +38,7 @@ async def show_model(request: Request) -> Response:
     """Describe the served model under one of its names."""
     name = request.path_params["name"]
     if name not in server_of(request).names:
-        raise openai.ModelNotFound(f"there is no model {name!r:.200} here", "model")
+        raise openai.ModelNotFound(f"there is no model {name!r:.200} here")
     return JSONResponse(_card(request, name))
 
 

@@ -1,7 +1,6 @@
 """Start an engine core as a process of its own and talk to it. Needs no torch."""
 
 import asyncio
-import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from enginecore import logs
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, ModelError
@@ -33,8 +33,7 @@ class CoreProcess:
         self._folder = private_folder()
         self.address = f"ipc://{self._folder}/core"
         self._serving = False
-        level = logging.getLogger("enginecore").getEffectiveLevel()
-        settings = {"config": config, "address": self.address, "log_level": level}
+        settings = {"config": config, "address": self.address, "log": logs.current()}
         # A session of its own, so that Ctrl-C in a terminal reaches the front-end alone, which then decides.
         self._process = subprocess.Popen(
             _COMMAND,

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from batchsched import (
     Committed,
     Limits,
+    NeverFits,
     Policy,
+    PromptTooLong,
     Recompute,
     Request,
     RequestRefused,
@@ -23,7 +25,7 @@ from batchsched import (
 )
 from enginecore.config import EngineConfig
 from enginecore.core.policies import make_policy
-from enginecore.errors import EngineDeadError
+from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
@@ -147,7 +149,10 @@ class EngineCore:
                 )
             )
         except RequestRefused as error:
-            self._refused.setdefault(client, {})[message.number] = str(error)
+            refusal: Exception = error
+            if isinstance(error, PromptTooLong | NeverFits):
+                refusal = ContextLengthError(self.limits.max_model_len, str(error))
+            self._refused.setdefault(client, {})[message.number] = str(refusal)
         except Exception as error:  # a policy's, which ranks what is added
             self._end(error)
             self.require_alive()

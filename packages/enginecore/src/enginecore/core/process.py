@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 import msgspec
 import zmq
 
+from enginecore import logs
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, OctavoError
@@ -47,8 +48,8 @@ class CoreSettings(msgspec.Struct):
     config: EngineConfig
     address: str
     """ZMQ endpoint to bind."""
-    log_level: int = logging.WARNING
-    """What the front-end logs of this package, this process writes to standard error."""
+    log: logs.LogSettings = logs.LogSettings()
+    """Those of the front-end: what it logs of this package, this process does too."""
 
 
 class CoreServer:
@@ -117,7 +118,7 @@ def main() -> int:
     if not line:
         return 0
     settings = msgspec.json.decode(line, type=CoreSettings)
-    logging.basicConfig(level=settings.log_level, format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.log)
     # A parent that was killed leaves its folder behind.
     folder = Path(settings.address.removeprefix("ipc://")).parent
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from collectives.ring import RingBroadcast, RingError
+from enginecore import logs
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
 from enginecore.executor.executor import depth
@@ -195,6 +196,7 @@ class DistributedExecutor:
             rendezvous=self._rendezvous,
             ring=self._ring.address if near else None,
             reader=readers.index(worker.rank) if near else 0,
+            log=logs.current(),
         )
         with self._delivery():
             worker.link.send(msgspec.json.encode(settings))

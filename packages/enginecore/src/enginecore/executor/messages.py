@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.executor.step import StepInput, StepOutput
+from enginecore.logs import LogSettings
 from enginecore.messages import EngineLimits
 
 
@@ -46,6 +47,7 @@ class WorkerSettings(msgspec.Struct):
     """Address of the ring that brings the steps; None: they come over the link."""
     reader: int
     """Index among the readers of the ring."""
+    log: LogSettings = LogSettings()
 
 
 class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads"):

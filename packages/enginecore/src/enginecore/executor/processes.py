@@ -1,9 +1,10 @@
 """Workers as child processes of this one, on this host: see `enginecore.worker.process`.
 
-What a worker writes to standard output and error appears on our standard error with its rank.
+What a worker logs appears on our standard error, and what it prints otherwise is logged with its rank.
 """
 
 import collections
+import logging
 import os
 import re
 import signal
@@ -16,11 +17,14 @@ from typing import IO
 
 import msgspec
 
+from enginecore import logs
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.executor.distributed import Ending, RankLocation, WorkerHandle
 from enginecore.executor.link import CoreEnd
 from enginecore.threads import user_environment
+
+logger = logging.getLogger(__name__)
 
 _KEPT_LINES = 40
 _COMMAND = (sys.executable, "-P", "-m", "enginecore.worker.process")
@@ -105,13 +109,16 @@ class WorkerProcess:
 
 
 def _repeat(output: IO[bytes], lines: collections.deque[str], rank: int) -> None:
-    """Show on our standard error what a worker writes, and keep the last of it."""
+    """Pass on what a worker logs, log what it or a library of its prints, and keep the last of that."""
+    logged = False
     for line in output:
         text = line.decode(errors="replace").rstrip()
-        if _CHATTER.match(text):
-            continue
-        lines.append(text)
-        print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+        logged = logs.is_formatted(text) or (logged and text.startswith("    "))
+        if logged:
+            print(text, file=sys.stderr, flush=True)
+        elif not _CHATTER.match(text):
+            lines.append(text)
+            logger.warning("rank %d wrote: %s", rank, text)
 
 
 def _check_devices(device: str, ranks: int) -> None:

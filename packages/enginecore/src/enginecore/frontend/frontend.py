@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from enginecore.config import POLICIES, EngineConfig
-from enginecore.errors import ConfigError, RequestError
+from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
@@ -136,7 +136,7 @@ class Frontend:
             RequestError: there is no template or tokenizer, or the template refuses the messages.
         """
         text = self._template(chat_template).render(messages, **options)
-        self._check_length(text)
+        self._check_length(text, "messages")
         ids = encode_text(text, self.tokenizer, add_special_tokens=False)
         if not ids:
             raise RequestError(
@@ -195,15 +195,16 @@ class Frontend:
         """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""
         return self._outputs.abort(request_id)
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, param: str = "prompt") -> None:
         """Refuse a text that cannot fit before anybody's time is spent on cutting it into tokens."""
         if self.limits is None or self.tokenizer is None:
             return
         if len(text) > self.limits.max_model_len * self.tokenizer.longest_token:
-            raise RequestError(
-                f"the prompt has {len(text)} characters, more than prompt and output together can hold in "
-                f"{self.limits.max_model_len} tokens",
-                "prompt",
+            fewest = -(-len(text) // self.tokenizer.longest_token)
+            raise ContextLengthError(
+                self.limits.max_model_len,
+                f"its {len(text)} characters make at least {fewest} tokens",
+                param,
             )
 
     def _template(self, given: str | None) -> ChatTemplate:

@@ -241,10 +241,11 @@ class OutputProcessor:
 
     def process(self, outputs: Outputs) -> Processed:
         """Take one step's outputs; numbers that are not known are passed over: they were aborted."""
-        for number, (num_cached, _) in outputs.scheduled.items():
+        for number, (num_cached, waited) in outputs.scheduled.items():
             sample = self._samples.get(number)
             if sample is not None and sample.index == 0:
                 sample.request.num_cached_tokens = num_cached
+                sample.request.metrics.time_in_queue = waited
         for number, entry in outputs.prompt_logprobs:
             self._add_prompt_logprobs(number, entry)
         logprobs = self._rows_by_number(outputs.logprobs)

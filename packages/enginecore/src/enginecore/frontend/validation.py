@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from enginecore.errors import RequestError
+from enginecore.errors import ContextLengthError, RequestError
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.messages import EngineLimits
 from enginecore.sampling_params import SamplingParams, check_vocabulary
@@ -24,24 +24,23 @@ def output_limit(num_prompt: int, params: SamplingParams, limits: EngineLimits) 
     """Return how many tokens a request may generate: `params.max_tokens`, or all there is room for.
 
     Raises:
-        RequestError: prompt and output would be longer than the model allows.
+        ContextLengthError: prompt and output would be longer than the model allows.
     """
     room = limits.max_model_len - num_prompt
     if room <= 0:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, which leaves no room for output:"
-            f" prompt and output together have at most {limits.max_model_len}",
-            "prompt",
-        )
+        raise ContextLengthError(limits.max_model_len, f"its {num_prompt} tokens leave no room for output")
     if params.max_tokens is not None and params.max_tokens > room:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens and max_tokens={params.max_tokens},"
-            f" but together they may be at most {limits.max_model_len}: max_tokens can be up to {room}",
+        raise ContextLengthError(
+            limits.max_model_len,
+            f"its {num_prompt} tokens and max_tokens={params.max_tokens} are {num_prompt + params.max_tokens}"
+            f" tokens together, so max_tokens can be up to {room}",
             "max_tokens",
         )
     if params.min_tokens > room:
-        raise RequestError(
-            f"min_tokens={params.min_tokens} is more than the {room} tokens there is room for", "min_tokens"
+        raise ContextLengthError(
+            limits.max_model_len,
+            f"it leaves room for {room} tokens, fewer than min_tokens={params.min_tokens}",
+            "min_tokens",
         )
     return room if params.max_tokens is None else params.max_tokens
 

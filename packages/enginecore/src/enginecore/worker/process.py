@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 
+from enginecore import logs
 from enginecore.executor.link import LinkError, WorkerEnd
 from enginecore.executor.messages import LinkSettings, Listening, WorkerSettings
 from enginecore.threads import prepare as prepare_threads
@@ -38,6 +39,7 @@ def serve_link(address: LinkSettings) -> None:
     link = WorkerEnd(address)
     try:
         settings = msgspec.json.decode(link.receive(), type=WorkerSettings)
+        logs.configure(settings.log, rank=settings.rank)
         listener = None
         if not settings.rendezvous:
             listener = _listen(settings.host)

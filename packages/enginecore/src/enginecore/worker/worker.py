@@ -1,6 +1,7 @@
 """One device: load the model, size its cache, run steps."""
 
 import ctypes
+import logging
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +22,12 @@ from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.parallel import ModelParallel, expert_placements
 from enginecore.worker.models.spec import DecoderSpec
 from enginecore.worker.models.stages import split_layers
-from enginecore.worker.runner.kv_sizing import CacheSize, cache_size, cpu_bytes, cuda_bytes
+from enginecore.worker.runner.kv_sizing import CacheSize, cache_reason, cache_size, cpu_bytes, cuda_bytes
 from enginecore.worker.runner.runner import PendingOutput, Runner
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
-from pagedattn import AttentionBatch, KVLayout, allocate
+from pagedattn import AttentionBatch, KVLayout, allocate, backend_name
+
+logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -87,14 +90,16 @@ class Worker:
 
         # On a CPU all is known before the weights are read, and what cannot be is refused at once.
         on_cpu = self.device.type == "cpu"
-        size = agree(cpu_bytes(config, local_size, planned.num_bytes)) if on_cpu else None
+        available = cpu_bytes(config, local_size, planned.num_bytes) if on_cpu else 0
+        size = agree(available) if on_cpu else None
         self._model = load_decoder(files, comms.tp, **experts, **shape, device=self.device)
         progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
         if size is None:
             peak = _peak_bytes(self._model, config, layout, self.dtype, self.device)
             self._model.reset_expert_loads()  # what was run to measure memory does not count
-            size = agree(cuda_bytes(config, self.device, peak))
+            available = cuda_bytes(config, self.device, peak)
+            size = agree(available)
         self.limits = EngineLimits(
             max_model_len=size.max_model_len,
             vocab_size=spec.vocab_size,
@@ -104,6 +109,7 @@ class Worker:
             window=_common_window(spec.windows),
             device=self.device.type,
             dynamic_length=spec.dynamic_length,
+            dtype=str(self.dtype).removeprefix("torch."),
         )
         self._runner = Runner(
             self._model,
@@ -115,7 +121,29 @@ class Worker:
             max_rows=config.max_num_seqs,
             max_len=size.max_model_len + 1,
         )
+        self._log_start(
+            files, layout, size, cache_reason(config, layout, spec.max_position, available, self.device.type)
+        )
         progress(f"KV cache of {size.num_blocks} blocks allocated")
+
+    def _log_start(self, files: ModelFiles, layout: KVLayout, size: CacheSize, reason: str) -> None:
+        logger.info(
+            "%s on %s in %s, %s kernels, threads: %d",
+            files.name,
+            self.device,
+            self.limits.dtype,
+            backend_name(self.device),
+            torch.get_num_threads(),
+        )
+        logger.info(
+            "KV cache: %d tokens in %d blocks of %d in %s; %s; the longest request has %d tokens",
+            size.num_blocks * layout.block_size,
+            size.num_blocks,
+            layout.block_size,
+            str(layout.dtype).removeprefix("torch."),
+            reason,
+            size.max_model_len,
+        )
 
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; see `Runner.run`."""

@@ -22,6 +22,7 @@ from enginecore.frontend.openai.bodies import (
     decode,
 )
 from enginecore.frontend.openai.conversion import (
+    blaming,
     chat_params,
     check_choices,
     completion_params,
@@ -47,6 +48,7 @@ __all__ = [
     "ModelNotFound",
     "NoVocabulary",
     "Vocabulary",
+    "blaming",
     "chat_answer",
     "chat_logprobs",
     "chat_params",

@@ -12,18 +12,6 @@ from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
-ERROR_KINDS = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
-"""An error's `type` by its HTTP status."""
-
 Row = Mapping[int, Logprob] | None
 """The candidates at one position; None where nothing came before."""
 
@@ -181,10 +169,15 @@ def prompt_logprobs(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
     ]
 
 
-def error_answer(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return an error of an HTTP status; `param` names the field at fault when one is."""
-    kind = ERROR_KINDS.get(status, "APIError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+def error_answer(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error of an HTTP status, with OpenAI's `type` for it.
+
+    `param` names the field at fault when one is, and `code` the kind of fault where clients look for one.
+    """
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _heading(head: Head, kind: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Conversion of bodies to prompts, sampling parameters and options of the chat template."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -100,13 +101,24 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
     fields["max_tokens"] = body.max_tokens if newer is None else newer
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    try:
+    with blaming(body):
         return _params(fields)
+
+
+@contextmanager
+def blaming(body: Body) -> Generator[None]:
+    """Let a RequestError name the field of `body` that a chat has in place of the one it names."""
+    try:
+        yield
     except RequestError as error:
-        if error.param != "max_tokens" or newer is None:
+        if not isinstance(body, ChatBody):
             raise
-        named = "max_completion_tokens"
-        raise RequestError(str(error).replace("max_tokens", named), named) from error
+        if error.param == "prompt":
+            raise RequestError(str(error), "messages", error.code) from error
+        if error.param == "max_tokens" and body.max_completion_tokens is not None:
+            named = "max_completion_tokens"
+            raise RequestError(str(error).replace("max_tokens", named), named, error.code) from error
+        raise
 
 
 def template_options(body: ChatBody) -> dict[str, Any]:

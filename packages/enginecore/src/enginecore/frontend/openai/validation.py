@@ -51,6 +51,9 @@ ROLES = ("system", "developer", "user", "assistant")
 class ModelNotFound(RequestError):
     """A request names a model that is not the one here."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model", "model_not_found")
+
 
 def model_name(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the name that the answer to a body carries: the one it names, or the first of `names`.
@@ -66,7 +69,7 @@ def model_name(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     if not isinstance(requested, str):
         raise RequestError(f"model must be a text, got {requested!r:.80}", "model")
     if requested not in names:
-        raise ModelNotFound(f"there is no model {requested!r:.200} here, only {', '.join(names)}", "model")
+        raise ModelNotFound(f"there is no model {requested!r:.200} here, only {', '.join(names)}")
     return requested
 
 

@@ -114,6 +114,27 @@ def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:
     return max(0, int(total * config.gpu_memory_utilization) - others - peak)
 
 
+def cache_reason(
+    config: EngineConfig, layout: KVLayout, model_limit: int, available: int, device: str
+) -> str:
+    """Say why the cache has the size that `cache_size` gave it, for the log."""
+    longest = config.max_model_len or model_limit
+    needed = config.max_num_seqs * -(-longest // layout.block_size) * layout.bytes_per_block
+    if config.num_blocks_override is not None:
+        return f"asked for by num_blocks_override, of {_size(available)} available"
+    if needed <= available:
+        return (
+            f"{_size(needed)}, all that max_num_seqs={config.max_num_seqs} requests of {longest} tokens use"
+        )
+    if config.kv_cache_memory_bytes is not None:
+        return f"{_size(available)}, asked for by kv_cache_memory_bytes"
+    if device != "cpu":
+        return (
+            f"{_size(available)}, left by the model of gpu_memory_utilization={config.gpu_memory_utilization}"
+        )
+    return f"{_size(available)}, at most {_CPU_SHARE:.0%} of free memory or {_size(_CPU_DEFAULT)} a host"
+
+
 def free_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process may still take, by the machine and by each of its control groups.
 
