@@ -4,7 +4,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -160,10 +160,7 @@ class EngineCore:
             return self._step()
         except BaseException as error:
             # A step that was cut short, by whatever, has changed some of the state and not the rest.
-            self._end(error)
-            if isinstance(error, Exception):
-                self.require_alive()
-            raise
+            self.fail(error)
 
     def _step(self) -> dict[int, Outputs]:
         self._start_steps()
@@ -178,6 +175,17 @@ class EngineCore:
             # Now, as the first stage has nothing to do while the outputs are delivered.
             self._start_steps()
         return self._deliver(results)
+
+    def fail(self, cause: BaseException) -> NoReturn:
+        """End the engine.
+
+        Raises:
+            EngineDeadError: with `cause` as its cause; `cause` itself if it is no Exception.
+        """
+        self._end(cause)
+        if isinstance(cause, Exception):
+            self.require_alive()
+        raise cause
 
     def _end(self, cause: BaseException) -> None:
         """Record why the engine has ended, and give up its workers."""
@@ -241,8 +249,7 @@ class EngineCore:
         try:
             self._executor.check()
         except EngineDeadError as error:
-            self._end(error)
-            self.require_alive()
+            self.fail(error)
 
     def shutdown(self) -> None:
         """Give up the executor's devices."""
