@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from byte_tokenizer import EOS
 from checkpoints import Oracle, llama_config, save_random
 from enginecore import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from enginecore.config import make_config
-from enginecore.errors import ConfigError, RequestError
+from enginecore.errors import ConfigError, EngineDeadError, RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -322,6 +323,19 @@ def test_no_output_is_lost_to_ctrl_c(model):
     )
     expected = Oracle(model).greedy(list(b"abc"), 12)[0]
     assert done.stdout == f"{expected} True\n", done.stderr
+
+
+def test_outputs_that_cannot_be_processed_end_the_engine(model, monkeypatch):
+    """Whoever else waits for one of them would wait for ever."""
+    llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
+    cause = ValueError("no such token")
+    monkeypatch.setattr(llm.engine.frontend, "process", Mock(side_effect=cause))
+    for _ in range(2):
+        with pytest.raises(
+            EngineDeadError, match="the engine has ended: ValueError: no such token"
+        ) as caught:
+            llm.generate("abc", SamplingParams(**GREEDY))
+        assert caught.value.__cause__ is cause
 
 
 def test_a_request_that_cannot_be_queued_leaves_nothing(llm):

@@ -15,7 +15,7 @@ from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput
-from enginecore.messages import EngineLimits, EngineStats
+from enginecore.messages import EngineLimits, EngineStats, Outputs
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
@@ -79,13 +79,21 @@ class LLMEngine:
         """
         self._made_here.check()
         with interrupts_wait():
-            for outputs in self._core.step().values():
-                processed = self.frontend.process(outputs)
-                self._unreturned += [state.output() for state in processed.changed if state.has_output]
-                if processed.stopped:
-                    self._core.abort(0, processed.stopped)
+            stepped = self._core.step()
+            try:
+                for outputs in stepped.values():
+                    self._process(outputs)
+            except BaseException as error:
+                # Tokens of any request may be lost.
+                self._core.fail(error)
         found, self._unreturned = self._unreturned, []
         return found
+
+    def _process(self, outputs: Outputs) -> None:
+        processed = self.frontend.process(outputs)
+        self._unreturned += [state.output() for state in processed.changed if state.has_output]
+        if processed.stopped:
+            self._core.abort(0, processed.stopped)
 
     def abort_request(self, request_id: str) -> None:
         """Forget a request; one that has ended already is passed over."""

@@ -4,7 +4,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,8 +154,7 @@ class EngineCore:
                 refusal = ContextLengthError(self.limits.max_model_len, str(error))
             self._refused.setdefault(client, {})[message.number] = str(refusal)
         except Exception as error:  # a policy's, which ranks what is added
-            self._end(error)
-            self.require_alive()
+            self.fail(error)
         else:
             self._unfinished[handle] = message
 
@@ -191,10 +190,7 @@ class EngineCore:
             return self._step()
         except BaseException as error:
             # A step that was cut short, by whatever, has changed some of the state and not the rest.
-            self._end(error)
-            if isinstance(error, Exception):
-                self.require_alive()
-            raise
+            self.fail(error)
 
     def _step(self) -> dict[int, Outputs]:
         self._start_steps()
@@ -224,6 +220,17 @@ class EngineCore:
                 self._scheduler.abort(handle)
         logger.error("%d requests ended: %s", int(broken.sum()), _NO_LOGITS)
         return Committed(*(column[~broken] for column in committed))
+
+    def fail(self, cause: BaseException) -> NoReturn:
+        """End the engine.
+
+        Raises:
+            EngineDeadError: with `cause` as its cause; `cause` itself if it is no Exception.
+        """
+        self._end(cause)
+        if isinstance(cause, Exception):
+            self.require_alive()
+        raise cause
 
     def _end(self, cause: BaseException) -> None:
         """Record why the engine has ended, and give up its workers."""
@@ -287,8 +294,7 @@ class EngineCore:
         try:
             self._executor.check()
         except EngineDeadError as error:
-            self._end(error)
-            self.require_alive()
+            self.fail(error)
 
     def shutdown(self) -> None:
         """Give up the executor's devices."""
