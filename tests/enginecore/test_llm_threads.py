@@ -56,7 +56,7 @@ def test_four_threads_four_calls_each(model):
     found = in_threads(*map(job, prompts))
     assert found == [[[answer]] * 4 for answer in expected]
     assert tokens(llm.generate([{"prompt_token_ids": prompts[0]}], GREEDY)) == expected[:1]
-    stats = llm.engine.stats()
+    stats = llm.llm_engine.stats()
     assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
@@ -64,14 +64,14 @@ def test_calls_of_several_threads_share_batches(model):
     """Fewer steps than each call would take alone: the callers' requests run together."""
     llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
     steps = 0
-    step = llm.engine.step
+    step = llm.llm_engine.step
 
     def counted():
         nonlocal steps
         steps += 1
         return step()
 
-    llm.engine.step = counted
+    llm.llm_engine.step = counted
     asked = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     in_threads(*[lambda: llm.generate([{"prompt_token_ids": [7]}], asked)] * 4)
     assert steps < 3 * 40
@@ -88,4 +88,4 @@ def test_a_refused_call_hurts_no_other(model):
     )
     assert isinstance(found[1], RequestError)
     assert found[0] * 2 == found[2]
-    assert llm.engine.has_unfinished_requests() is False
+    assert llm.llm_engine.has_unfinished_requests() is False

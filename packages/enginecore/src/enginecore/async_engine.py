@@ -91,12 +91,12 @@ class AsyncEngine:
         return stream
 
     async def generate(
-        self, prompt: PromptInput, params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: PromptInput, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs; leaving the loop early aborts it. Raises as `submit` does."""
         await self.ready()
         _, frontend = self._running()
-        request = Request(request_id, frontend.prepare_prompt(prompt), params, priority)
+        request = Request(request_id, frontend.prepare_prompt(prompt), sampling_params, priority)
         async with self.submit([request]) as stream:
             async for _, output in stream:
                 yield output

@@ -45,7 +45,7 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: int = 0
     ) -> None:
-        """Queue a request.
+        """Queue a request; it ends at the length limit at the latest, whatever its `max_tokens` is.
 
         Raises:
             RequestError: it cannot be run as asked; nothing was queued.
@@ -57,7 +57,7 @@ class LLMEngine:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
         if self._core.error is not None:
             raise self._core.error
-        for message in self.frontend.add(request).messages:
+        for message in self.frontend.add(request, shorten=True).messages:
             self._core.add(0, message)
 
     def step(self) -> list[RequestOutput]:
@@ -87,6 +87,10 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Return the state after the last step."""
         return self._core.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no request uses."""
+        self._core.reset_prefix_cache()
 
     def expert_loads(self) -> np.ndarray | None:
         """Return how many tokens went to each expert since the start, int64 [layers with experts, experts].

@@ -29,6 +29,7 @@ from enginecore.errors import EngineDeadError
 from enginecore.executor.executor import Executor
 from enginecore.executor.step import SampledTokens, StepInput, StepOutput
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
+from enginecore.sampling_params import SamplingParams
 from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class EngineCore:
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
                     extra=() if message.cache_salt is None else (("salt", message.cache_salt.encode()),),
-                    use_cache=sampling.params.prompt_logprobs is None,
+                    use_cache=_may_read_cache(sampling.params),
                 )
             )
         except RequestRefused as error:
@@ -338,3 +339,10 @@ def _outputs_for(client: int, results: _StepResults) -> Outputs:
 
 def _for_client(entries: _Logprobs, client: int) -> _Logprobs:
     return [(handle & _NUMBER_MASK, entry) for handle, entry in entries if handle >> _NUMBER_BITS == client]
+
+
+def _may_read_cache(params: SamplingParams) -> bool:
+    """Whether a request may start from cached blocks; a prompt's log probabilities need every position."""
+    if params.skip_reading_prefix_cache is not None:
+        return not params.skip_reading_prefix_cache
+    return params.prompt_logprobs is None

@@ -18,6 +18,7 @@ from enginecore.errors import ConfigError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
+from enginecore.frontend.text.hf_tokenizer import HFTokenizer
 from enginecore.frontend.text.prompts import encode_text, read_prompt
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
 from enginecore.frontend.validation import (
@@ -88,6 +89,10 @@ class Frontend:
             raise RequestError(NO_TOKENIZER)
         return self.tokenizer
 
+    def hf_tokenizer(self) -> HFTokenizer:
+        """Return the tokenizer and the chat templates behind transformers' names. Raises as above."""
+        return HFTokenizer(self.require_tokenizer(), self._template)
+
     def prepare_prompt(
         self, prompt: Any, add_special_tokens: bool = True, *, cache_salt: str | None = None
     ) -> Prompt:
@@ -137,8 +142,8 @@ class Frontend:
             )
         return Prompt(text, ids, cache_salt)
 
-    def add(self, request: Request) -> Added:
-        """Take a request.
+    def add(self, request: Request, *, shorten: bool = False) -> Added:
+        """Take a request; with `shorten`, a `max_tokens` that there is no room for is lowered to the room.
 
         Raises:
             RequestError: it cannot be run as asked; nothing has changed then.
@@ -154,7 +159,9 @@ class Frontend:
             policy = self._config.scheduling_policy
             raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
-        max_tokens = output_limit(len(prompt.token_ids), params, self.limits)
+        max_tokens = output_limit(len(prompt.token_ids), params, self.limits, shorten=shorten)
+        if params.min_tokens > max_tokens:
+            params = msgspec.structs.replace(params, min_tokens=max_tokens)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
         bad_words = self._bad_words(params)
         stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]

@@ -20,8 +20,12 @@ def check_prompt(ids: Sequence[int], limits: EngineLimits) -> None:
         )
 
 
-def output_limit(num_prompt: int, params: SamplingParams, limits: EngineLimits) -> int:
+def output_limit(
+    num_prompt: int, params: SamplingParams, limits: EngineLimits, *, shorten: bool = False
+) -> int:
     """Return how many tokens a request may generate: `params.max_tokens`, or all there is room for.
+
+    With `shorten`, a `max_tokens` beyond that room is lowered to it rather than refused.
 
     Raises:
         RequestError: prompt and output would be longer than the model allows.
@@ -33,6 +37,8 @@ def output_limit(num_prompt: int, params: SamplingParams, limits: EngineLimits) 
             f" prompt and output together have at most {limits.max_model_len}",
             "prompt",
         )
+    if shorten:
+        return room if params.max_tokens is None else min(params.max_tokens, room)
     if params.max_tokens is not None and params.max_tokens > room:
         raise RequestError(
             f"the prompt has {num_prompt} tokens and max_tokens={params.max_tokens},"
