@@ -154,7 +154,7 @@ class AsyncEngine:
         return limits
 
     def _load_frontend(self) -> Frontend:
-        files = locate(self.config.model, self.config.revision)
+        files = locate(self.config.model, self.config.revision, self.config.hf_overrides)
         return Frontend(self.config, files, load_tokenizer(files, self.config.tokenizer))
 
     async def _read(self) -> None:

@@ -31,7 +31,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        files = locate(config.model, config.revision)
+        files = locate(config.model, config.revision, config.hf_overrides)
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
         self._core = EngineCore(config, make_executor(config, files))

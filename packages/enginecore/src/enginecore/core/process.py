@@ -153,7 +153,8 @@ def _start(config: EngineConfig) -> EngineCore:
     from enginecore.core.engine_core import EngineCore
     from enginecore.executor.executor import make_executor
 
-    return EngineCore(config, make_executor(config, locate(config.model, config.revision)))
+    files = locate(config.model, config.revision, config.hf_overrides)
+    return EngineCore(config, make_executor(config, files))
 
 
 def _report(status: BinaryIO, message: CoreMessage) -> None:

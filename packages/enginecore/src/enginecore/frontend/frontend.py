@@ -64,10 +64,10 @@ class Frontend:
         self.tokenizer = tokenizer
         self.limits: EngineLimits | None = None
         """The engine's limits, to be set once its core is ready; no request is taken before."""
-        self.sampling_defaults = sampling_defaults(files)
+        self.sampling_defaults = {} if config.generation_config == "vllm" else sampling_defaults(files)
         """What the model recommends for parameters that a request leaves open."""
         self._config = config
-        self._eos_ids = eos_token_ids(files) or _eos_of(tokenizer)
+        self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
         self._unseeded = itertools.count(config.seed)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._own_template: ChatTemplate | None = None
@@ -119,15 +119,18 @@ class Frontend:
         *,
         chat_template: str | None = None,
         cache_salt: str | None = None,
+        add_special_tokens: bool = False,
         **options: Any,
     ) -> Prompt:
-        """Return a conversation as one prompt, which holds just the special tokens that the template writes.
+        """Return a conversation as one prompt.
 
         Args:
             messages: Mappings with "role" and "content".
             chat_template: A Jinja template to use in place of the model's. It runs in a sandbox, but may
                 still take long: let only trusted callers give one.
             cache_salt: Shares cached prefixes only with prompts of the same salt.
+            add_special_tokens: Put around the text what the tokenizer puts there, beside the special tokens
+                that the template writes.
             options: Keyword arguments of `ChatTemplate.render`.
 
         Raises:
@@ -135,7 +138,7 @@ class Frontend:
         """
         text = self._template(chat_template).render(messages, **options)
         self._check_length(text)
-        ids = encode_text(text, self.tokenizer, add_special_tokens=False)
+        ids = encode_text(text, self.tokenizer, add_special_tokens)
         if not ids:
             raise RequestError(
                 "the messages make an empty prompt: it must hold at least one token", "messages"

@@ -3,6 +3,7 @@
 from enginecore.frontend.openai.answers import (
     Head,
     NoVocabulary,
+    TextOffsets,
     Vocabulary,
     chat_answer,
     chat_logprobs,
@@ -46,6 +47,7 @@ __all__ = [
     "Integer",
     "ModelNotFound",
     "NoVocabulary",
+    "TextOffsets",
     "Vocabulary",
     "chat_answer",
     "chat_logprobs",
