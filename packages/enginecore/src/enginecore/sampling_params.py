@@ -23,7 +23,7 @@ MAX_STOPS = 256
 MAX_BAD_WORDS = 1024
 """Most bad words of one request."""
 
-MAX_TEXT = 1024
+MAX_TEXT = 256
 """Most characters of a stop string or bad word."""
 
 MAX_STOP_IDS = 4096
