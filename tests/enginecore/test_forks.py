@@ -61,7 +61,7 @@ child = os.fork()
 if child == 0:
     refused = 0
     chat = lambda: llm.chat([{"role": "user", "content": "a"}])
-    for call in (answer, chat, llm.engine.step, llm.expert_loads):
+    for call in (answer, chat, llm.llm_engine.step, llm.expert_loads):
         try:
             call()
         except ForkError:

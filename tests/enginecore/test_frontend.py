@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from byte_tokenizer import ROLES, backend
 from data_files import STORIES
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, RequestError
@@ -213,9 +214,9 @@ def test_several_eos_ids_and_stop_token_ids(
     ("config", "generation", "expected"),
     [
         ({}, {}, [257]),
-        ({"eos_token_id": [258]}, {}, [258]),
-        ({"eos_token_id": 257}, {"eos_token_id": [258, 257]}, [258, 257]),
-        ({"eos_token_id": 5000}, {}, []),
+        ({"eos_token_id": [258]}, {}, [257, 258]),
+        ({"eos_token_id": 257}, {"eos_token_id": [258, 257]}, [257, 258]),
+        ({"eos_token_id": 5000}, {}, [257]),
     ],
 )
 def test_where_eos_ids_come_from(
@@ -226,6 +227,31 @@ def test_where_eos_ids_come_from(
     assert request.sampling.stop_ids == list(dict.fromkeys([*expected, 7, 258]))
     [request] = add(frontend, "s", Prompt(None, [1]), greedy(ignore_eos=True))
     assert request.sampling.stop_ids == []
+
+
+@pytest.mark.parametrize("script", ["ab<eot>cd<eos>", "ab<eos>cd<eot>"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokenizer_s_eos_ends_a_request_as_the_config_s_does(
+    kind: RequestOutputKind, script: str
+) -> None:
+    """HC-87: a base model tuned for chat, whose config.json still names the base model's EOS."""
+    tokenizer = Tokenizer(backend(), special_tokens={**ROLES, "eos_token": "<eot>"})
+    files = ModelFiles("m", Path("m"), {"eos_token_id": EOS}, {"eos_token_id": EOS})
+    texts, outputs = run(front(tokenizer, files), tokenizer.encode(script), greedy(kind))
+    last = outputs[-1].outputs[0]
+    assert ("".join(texts) if kind is DELTA else texts[-1]) == "ab"
+    assert (last.finish_reason, last.stop_reason) == ("stop", None)
+    texts, _ = run(
+        front(tokenizer, files), tokenizer.encode(script), greedy(kind, ignore_eos=True, max_tokens=6)
+    )
+    assert ("".join(texts) if kind is DELTA else texts[-1]) == "abcd"
+
+
+def test_sampling_defaults_are_the_model_s_or_vllm_s(byte_tokenizer: Tokenizer) -> None:
+    given = {"temperature": 0.3, "max_new_tokens": 50, "top_k": None}
+    files = ModelFiles("m", Path("m"), {}, given)
+    assert front(byte_tokenizer, files).sampling_defaults == {"temperature": 0.3, "max_tokens": 50}
+    assert front(byte_tokenizer, files, generation_config="vllm").sampling_defaults == {}
 
 
 def test_output_keeps_the_space_that_joins_it_to_its_prompt(tokenizer_folders: dict[str, Path]) -> None:
@@ -583,6 +609,16 @@ def test_a_chat_holds_the_special_tokens_of_its_template_alone(
     assert prompt == Prompt("<bos>" * count + "hi", [256] * count + ids("hi"))
     assert frontend.prepare_prompt("<bos>hi").token_ids == [256, 256, *ids("hi")]
     assert frontend.prepare_prompt("<bos>hi", add_special_tokens=False).token_ids == [256, *ids("hi")]
+
+
+def test_a_chat_may_ask_for_the_tokenizer_s_own_special_tokens(tokenizer_folders: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(ModelFiles("", tokenizer_folders["byte-fallback"], {}))
+    assert tokenizer is not None
+    frontend = front(tokenizer, chat_template="{{ messages[0]['content'] }}")
+    messages = [{"role": "user", "content": "hi"}]
+    plain = frontend.prepare_chat(messages).token_ids
+    assert frontend.prepare_chat(messages, add_special_tokens=True).token_ids == tokenizer.encode("hi")
+    assert plain == tokenizer.encode("hi", add_special_tokens=False) != tokenizer.encode("hi")
 
 
 def test_a_model_without_template_still_completes(frontend: Frontend) -> None:

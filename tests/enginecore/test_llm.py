@@ -33,8 +33,8 @@ def llm(model):
 
 
 def nothing_left(llm):
-    stats = llm.engine.stats()
-    llm.engine._core.check()
+    stats = llm.llm_engine.stats()
+    llm.llm_engine._core.check()
     return (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
@@ -83,10 +83,20 @@ def test_up_to_the_length_limit(llm, length, max_tokens, generated):
     assert (len(output.token_ids), output.finish_reason) == (generated, "length")
 
 
-@pytest.mark.parametrize(("length", "max_tokens"), [(63, 2), (62, 100), (64, None), (64, 1), (65, 1)])
-def test_past_the_length_limit(llm, length, max_tokens):
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "min_tokens"), [(63, 2, 0), (62, 100, 0), (60, 100, 100), (1, 10**9, 0)]
+)
+def test_max_tokens_beyond_the_room_end_at_the_length_limit(llm, length, max_tokens, min_tokens):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=True)
+    output = llm.generate("x" * length, params)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (64 - length, "length")
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(64, None), (64, 1), (65, 1)])
+def test_a_prompt_that_leaves_no_room(llm, length, max_tokens):
     with pytest.raises(ValueError, match=f"{length} tokens.*64|64.*{length}"):
-        llm.generate("x" * length, SamplingParams(temperature=0, max_tokens=max_tokens))
+        llm.generate(["ab", "x" * length], SamplingParams(temperature=0, max_tokens=max_tokens))
+    assert nothing_left(llm)
 
 
 def test_samples_of_one_prompt(llm):
@@ -190,8 +200,8 @@ def test_any_iterable_of_prompts(llm):
     ("call", "message"),
     [
         (lambda llm: llm.generate(None), "prompts must be a prompt or a list"),
-        (lambda llm: llm.generate("a", {"temperature": 0}), "params must be SamplingParams"),
-        (lambda llm: llm.generate("a", 5), "params must be SamplingParams"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params must be SamplingParams"),
+        (lambda llm: llm.generate("a", 5), "sampling_params must be SamplingParams"),
         (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list"),
         (
             lambda llm: llm.generate(["a", "x" * 70, "b"]),
@@ -264,7 +274,7 @@ from enginecore import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=64)
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 expected = llm.generate("abc", greedy)[0].outputs[0].token_ids
-executor = llm.engine._core._executor
+executor = llm.llm_engine._core._executor
 submit = executor.submit
 
 def interrupted(step):
@@ -276,7 +286,7 @@ try:
     llm.generate(["ab", "cd"], greedy)
 except KeyboardInterrupt:
     executor.submit = submit
-    print(llm.generate("abc", greedy)[0].outputs[0].token_ids == expected, llm.engine.stats().running)
+    print(llm.generate("abc", greedy)[0].outputs[0].token_ids == expected, llm.llm_engine.stats().running)
 """
 
 
@@ -329,7 +339,7 @@ def test_outputs_that_cannot_be_processed_end_the_engine(model, monkeypatch):
     """Whoever else waits for one of them would wait for ever."""
     llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
     cause = ValueError("no such token")
-    monkeypatch.setattr(llm.engine.frontend, "process", Mock(side_effect=cause))
+    monkeypatch.setattr(llm.llm_engine.frontend, "process", Mock(side_effect=cause))
     for _ in range(2):
         with pytest.raises(
             EngineDeadError, match="the engine has ended: ValueError: no such token"
@@ -342,5 +352,5 @@ def test_a_request_that_cannot_be_queued_leaves_nothing(llm):
     good, bad = {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "\ud800"}
     with pytest.raises(UnicodeEncodeError):
         llm.generate([good, bad], SamplingParams(**GREEDY))
-    assert not llm.engine.has_unfinished_requests()
+    assert not llm.llm_engine.has_unfinished_requests()
     assert nothing_left(llm)

@@ -58,7 +58,7 @@ def test_four_threads_four_calls_each(model):
     found = in_threads(*map(job, prompts))
     assert found == [[[answer]] * 4 for answer in expected]
     assert tokens(llm.generate([{"prompt_token_ids": prompts[0]}], GREEDY)) == expected[:1]
-    stats = llm.engine.stats()
+    stats = llm.llm_engine.stats()
     assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
@@ -66,14 +66,14 @@ def test_calls_of_several_threads_share_batches(model):
     """Fewer steps than each call would take alone: the callers' requests run together."""
     llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
     steps = 0
-    step = llm.engine.step
+    step = llm.llm_engine.step
 
     def counted():
         nonlocal steps
         steps += 1
         return step()
 
-    llm.engine.step = counted
+    llm.llm_engine.step = counted
     asked = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     in_threads(*[lambda: llm.generate([{"prompt_token_ids": [7]}], asked)] * 4)
     assert steps < 3 * 40
@@ -90,7 +90,7 @@ def test_a_refused_call_hurts_no_other(model):
     )
     assert isinstance(found[1], RequestError)
     assert found[0] * 2 == found[2]
-    assert llm.engine.has_unfinished_requests() is False
+    assert llm.llm_engine.has_unfinished_requests() is False
 
 
 INTERRUPTED = """
@@ -101,7 +101,7 @@ llm = LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=64)
 params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 expected = llm.generate([{"prompt_token_ids": [7]}], params)[0].outputs[0].token_ids
 main, interrupted = threading.main_thread(), threading.Event()
-step, collect = llm.engine.step, llm.engine._core._executor.collect
+step, collect = llm.llm_engine.step, llm.llm_engine._core._executor.collect
 answers = []
 
 def step_in_main():
@@ -114,19 +114,19 @@ def interrupt():
         signal.raise_signal(signal.SIGINT)
     return collect()
 
-llm.engine.step, llm.engine._core._executor.collect = step_in_main, interrupt
+llm.llm_engine.step, llm.llm_engine._core._executor.collect = step_in_main, interrupt
 other = threading.Thread(
     target=lambda: answers.extend(llm.generate([{"prompt_token_ids": [7]}], params)), daemon=True
 )
 other.start()
-while not llm.engine.has_unfinished_requests():
+while not llm.llm_engine.has_unfinished_requests():
     pass
 try:
     llm.generate([{"prompt_token_ids": [9]}], params)
 except KeyboardInterrupt:
     other.join(60)
     print([answer.outputs[0].token_ids for answer in answers] == [expected])
-    print(llm.engine.has_unfinished_requests(), llm._calls._finished)
+    print(llm.llm_engine.has_unfinished_requests(), llm._calls._calls)
 """
 
 
@@ -140,14 +140,14 @@ def test_ctrl_c_takes_nothing_from_other_threads(model):
 
 def test_ctrl_c_while_requests_are_added_leaves_nothing(model):
     llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
-    add = llm.engine.add
+    add = llm.llm_engine.add
 
     def interrupted(request):
         add(request)
         raise KeyboardInterrupt
 
-    llm.engine.add = interrupted
+    llm.llm_engine.add = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.generate([{"prompt_token_ids": [7]}] * 2, GREEDY)
-    assert not llm.engine.has_unfinished_requests()
-    assert llm.engine.stats().waiting == 0
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.stats().waiting == 0

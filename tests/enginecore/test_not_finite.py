@@ -51,4 +51,4 @@ def test_the_request_ends_and_its_neighbours_do_not_notice(
             answer = outputs[index].outputs[0]
             assert answer.finish_reason == "length"
             assert same_tokens(answer.token_ids, *Oracle(whole).greedy(prompts[index], 12))
-        assert llm.engine.stats().kv_cache_usage == 0
+        assert llm.llm_engine.stats().kv_cache_usage == 0

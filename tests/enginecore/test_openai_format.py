@@ -14,6 +14,8 @@ from enginecore.sampling_params import RequestOutputKind
 class Letters:
     """Token n is the nth letter of the alphabet."""
 
+    special_ids = frozenset()
+
     def decode(self, ids, skip_special_tokens=True) -> str:
         return "".join(map(self.token_text, ids))
 
@@ -66,14 +68,66 @@ def test_the_default_of_max_tokens_fits_the_prompt(asked, min_tokens, prompt, ex
     assert conversion.fit_default(body, params, prompt, 64).max_tokens == expected
 
 
+class Bytes:
+    """Token n is the byte n; 256 is special."""
+
+    special_ids = frozenset({256})
+
+    def decode(self, ids, skip_special_tokens=True) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def token_text(self, token: int, /) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int, /) -> bytes:
+        return bytes([token]) if token < 256 else b"<eos>"
+
+
 def test_completion_logprobs():
     rows = [None, {1: Logprob(-0.5, 2, "b"), 2: Logprob(-math.inf, 3, None)}]
-    assert answers.completion_logprobs([0, 1], rows, Letters(), start=3) == {
+    assert answers.completion_logprobs([0, 1], rows, Letters(), answers.TextOffsets(Letters())) == {
         "tokens": ["a", "b"],
-        "text_offset": [3, 4],
+        "text_offset": [0, 1],
         "token_logprobs": [None, -0.5],
         "top_logprobs": [None, {"b": -0.5, "c": -9999.0}],
     }
+
+
+@pytest.mark.parametrize("chosen", [0xE9, 0xFF, 0xF0])
+def test_the_chosen_token_stands_among_candidates_that_share_its_text(chosen):
+    """HC-94: bytes that are no character all read U+FFFD."""
+    likeliest = {0xFF: -0.1, 0x61: -1.0, 0xE9: -2.0, 0xF0: -3.0}
+    row = {chosen: Logprob(likeliest[chosen], 1, None)}
+    row |= {token: Logprob(value, 1, None) for token, value in likeliest.items()}
+    shape = answers.completion_logprobs([chosen], [row], Bytes(), answers.TextOffsets(Bytes()))
+    assert shape["top_logprobs"] == [{"\ufffd": likeliest[chosen], "a": -1.0}]
+    assert shape["token_logprobs"] == [likeliest[chosen]]
+
+
+def test_where_the_chosen_token_has_a_text_of_its_own_the_likeliest_of_the_others_stands():
+    row = {token: Logprob(-float(place), place, None) for place, token in enumerate((0x61, 0xFF, 0xE9))}
+    shape = answers.completion_logprobs([0x61], [row], Bytes(), answers.TextOffsets(Bytes()))
+    assert shape["top_logprobs"] == [{"a": 0.0, "\ufffd": -1.0}]
+
+
+@pytest.mark.parametrize("pieces", [[9], [1] * 9, [3, 3, 3], [2, 7]], ids=str)
+def test_offsets_are_characters_of_the_text_however_it_is_cut(pieces):
+    text = "a\N{HOT PEPPER}é"
+    ids = [*text.encode(), 256, ord("b")]
+    assert len(ids) == 9
+    offsets = answers.TextOffsets(Bytes())
+    found = []
+    for size in pieces:
+        part, ids = ids[:size], ids[size:]
+        rows = [{token: Logprob(0.0)} for token in part]
+        found += answers.completion_logprobs(part, rows, Bytes(), offsets)["text_offset"]
+    assert found == [0, 1, 1, 1, 1, 2, 2, 3, 3]
+
+
+def test_tokens_that_a_stop_string_cut_off_stand_at_the_end():
+    rows = [{token: Logprob(0.0)} for token in b"abSTOP"]
+    shape = answers.completion_logprobs(list(b"abSTOP"), rows, Bytes(), answers.TextOffsets(Bytes()), 2)
+    assert shape["text_offset"] == [0, 1, 2, 2, 2, 2]
 
 
 def test_chat_logprobs_keep_the_most_likely():
@@ -111,3 +165,21 @@ def test_an_error_names_the_field_that_was_sent():
     with pytest.raises(RequestError, match="max_completion_tokens must be at least 1") as error:
         conversion.chat_params(body, {})
     assert error.value.param == "max_completion_tokens"
+
+
+def test_the_models_own_length_is_the_default():
+    """generation_config.json's max_new_tokens; a prompt that leaves less room lowers it."""
+    defaults = {"max_tokens": 40}
+    for kind, params_of in (
+        (CompletionBody, conversion.completion_params),
+        (ChatBody, conversion.chat_params),
+    ):
+        asking = {"messages": []} if kind is ChatBody else {}
+        open_body, own_body = kind(**asking), kind(**asking, max_tokens=7)
+        params = params_of(open_body, defaults)
+        assert params.max_tokens == 40
+        assert conversion.fit_default(open_body, params, 60, 64).max_tokens == 4
+        assert params_of(own_body, defaults).max_tokens == 7
+    newer = ChatBody(messages=[], max_completion_tokens=5)
+    assert conversion.fit_default(newer, conversion.chat_params(newer, defaults), 60, 64).max_tokens == 5
+    assert conversion.chat_params(ChatBody(messages=[]), {}).max_tokens is None

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from enginecore.config import EngineConfig
+from enginecore.config import EngineConfig, make_config
 from enginecore.errors import ConfigError
+from enginecore.model_files import locate
 from enginecore.option_sources import LIBRARY_VARIABLES
 from enginecore.options import OptionParser, run_command
 
@@ -244,3 +245,52 @@ def test_run_command(capsys):
     assert run_command("tool", refused) == 2
     assert capsys.readouterr().err == "tool: two lines\n"
     assert run_command("tool", interrupted) == 130
+
+
+def engine_config(*arguments: str) -> EngineConfig:
+    (config,) = OptionParser("tool", "A tool.", "1.2", {"engine": EngineConfig}).read(arguments, {})
+    return config
+
+
+VLLM_COMMAND_LINE = (
+    "model --enable-chunked-prefill --disable-log-stats --enforce-eager --load-format auto "
+    "--tokenizer-mode auto --no-trust-remote-code --generation-config vllm --data-parallel-size 1"
+)
+
+
+def test_options_of_vllm_without_effect_are_taken_with_a_line_each(caplog):
+    assert engine_config(*VLLM_COMMAND_LINE.split()) == EngineConfig(model="model", generation_config="vllm")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 7
+    assert said[0] == "enable_chunked_prefill=true has no effect: long prompts always run in chunks"
+    caplog.clear()
+    assert make_config({"enforce_eager": True, "model": "m"}) == EngineConfig(model="m")
+    assert len(caplog.records) == 1
+    engine_config()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("enable_chunked_prefill", False, "enable_chunked_prefill=false is not supported: long prompts"),
+        ("trust_remote_code", True, "trust_remote_code=true is not supported: no code .* leave it out"),
+        ("load_format", "dummy", "load_format=dummy is not supported: .* or give auto or safetensors"),
+        ("tokenizer_mode", "slow", "tokenizer_mode=slow"),
+        ("generation_config", "some/folder", "generation_config must be one of auto, vllm"),
+        ("data_parallel_size", 2, "data_parallel_size=2"),
+        ("hf_overrides", "[1]", "hf_overrides must be a JSON object"),
+        ("hf_overrides", "{", "hf_overrides must be a JSON object"),
+    ],
+)
+def test_other_values_of_them_are_refused(name, value, said):
+    with pytest.raises(ConfigError, match=said):
+        make_config({name: value})
+
+
+def test_overrides_of_a_model_s_configuration(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": 1, "rope": {"b": 2, "c": 3}}')
+    config = engine_config(str(tmp_path), "--hf-overrides", '{"a": 5, "rope": {"b": 6}}')
+    assert make_config({"hf_overrides": {"a": 5}}).hf_overrides == {"a": 5}
+    files = locate(config.model, config.revision, config.hf_overrides)
+    assert files.config == {"a": 5, "rope": {"b": 6, "c": 3}}

@@ -17,6 +17,8 @@ EOS = 257
 
 
 class ByteTokenizer:
+    special_ids = frozenset({256, 257})
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode()
 

@@ -42,6 +42,7 @@ def say(text: str, finish_reason: str = "stop") -> list[Step]:
 
 class ByteTokenizer:
     vocab_size = 260
+    special_ids = frozenset(range(256, 260))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [256] * add_special_tokens + list(text.encode())

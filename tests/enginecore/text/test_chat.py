@@ -102,7 +102,6 @@ def test_real_templates_render_as_transformers_does(
     ("template", "content"),
     [
         (CHATML, "Once upon"),
-        (CHATML, "Once upon  "),
         (CHATML, ""),
         (PARTS_READER, "Once upon  "),
         (PARTS_READER, [{"type": "text", "text": "a "}]),
@@ -248,3 +247,69 @@ def test_a_template_option_is_jinja_or_a_file(tmp_path: Path) -> None:
     assert read_template(str(tmp_path / "chat.jinja")) == "{{ messages }}é"
     with pytest.raises(ConfigError, match="neither a Jinja template nor a readable file"):
         read_template(str(tmp_path / "absent.jinja"))
+
+
+SYSTEM_ONLY = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}[{{ m['content'] | trim }}]"
+    "{% elif m['role'] == 'user' %}({{ m['content'] }}){% endif %}{% endfor %}"
+)
+RAISES = (
+    "{% for m in messages %}{% if m['role'] not in ['system', 'user'] %}"
+    "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+KNOWS = (
+    "{% for m in messages %}{% if m.role == 'developer' %}!{% endif %}"
+    "{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+RHYME = "Answer in rhyme. "
+
+
+@pytest.mark.parametrize("content", [RHYME, [{"type": "text", "text": RHYME}]], ids=["text", "parts"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (SYSTEM_ONLY, "[Answer in rhyme.](hi)"),
+        (RAISES, "system:Answer in rhyme. ;user:hi;"),
+        (KNOWS, "!developer:Answer in rhyme. ;user:hi;"),
+    ],
+    ids=["no else", "raises", "knows"],
+)
+def test_a_developer_s_text_reaches_the_prompt(template: str, content: Any, expected: str) -> None:
+    """HC-92."""
+    messages = [{"role": "developer", "content": content}, {"role": "user", "content": "hi"}]
+    assert ChatTemplate(template, None).render(messages) == expected
+    assert messages[0]["role"] == "developer"
+
+
+def test_a_developer_s_text_that_no_template_shows_is_refused() -> None:
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    messages = [{"role": "developer", "content": RHYME}, {"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="shows no message of role developer"):
+        ChatTemplate(template, None).render(messages)
+
+
+@pytest.mark.parametrize("extra", [{"tool_calls": []}, {"tool_calls": None}, {}], ids=str)
+def test_a_client_s_own_answer_comes_back_as_a_plain_message(extra: dict[str, Any]) -> None:
+    """HC-93."""
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m and m.tool_calls | length != 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{{ m.content }};{% endfor %}"
+    )
+    dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, **extra}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", **dumped},
+        {"role": "user", "content": "c"},
+    ]
+    assert ChatTemplate(template, None).render(messages) == "a;b;c;"
+
+
+@pytest.mark.parametrize("end", ["", "|end|"])
+def test_blanks_that_end_the_message_to_continue_are_kept(end: str) -> None:
+    template = "{% for m in messages %}{{ m['content'] | trim }}" + end + "{% endfor %}"
+    text = ChatTemplate(template, None).render(
+        [{"role": "assistant", "content": "  The answer is \n"}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
+    assert text == "The answer is \n"

@@ -1,7 +1,11 @@
+import random
+from typing import Any
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from enginecore.frontend.text.stop import StopMatcher
+from enginecore.frontend.text.stop import StopMatcher, stop_automaton
 
 ALPHABET = "ab"
 
@@ -92,3 +96,28 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(stops: list[str], de
             break
         begins = [stop[:k] for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])]
         assert text == shown + max(begins, key=len, default="")
+
+
+class CountingDict(dict[str, int]):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        CountingDict.asked += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("count", [1, 4, 64, 256])
+def test_the_work_grows_with_the_text_and_not_with_the_number_of_strings(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Strings that nearly match everywhere, in a text that never completes one: the worst case."""
+    rng = random.Random(7)
+    stops = ["".join(rng.choices(ALPHABET, k=200)) + "c" for _ in range(count)]
+    automaton = stop_automaton(tuple(stops))
+    monkeypatch.setattr(automaton, "children", [CountingDict(each) for each in automaton.children])
+    text = "".join(stop[:-1] for stop in stops)[:3000] + "ab" * 100
+    CountingDict.asked = 0
+    assert run(stops, [text[place : place + 3] for place in range(0, len(text), 3)])[1] is None
+    assert len(text) <= CountingDict.asked <= 2 * len(text)

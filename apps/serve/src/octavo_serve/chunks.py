@@ -15,6 +15,8 @@ from enginecore.frontend.openai import (
     ChatBody,
     CompletionBody,
     Head,
+    Row,
+    TextOffsets,
     Vocabulary,
     chat_logprobs,
     completion_logprobs,
@@ -31,14 +33,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Choice:
-    """Streaming state of one choice: whether it has finished, and its text offset."""
+    """Streaming state of one choice: whether it has finished, and how much of its text is sent."""
 
-    __slots__ = ("finished", "offset")
+    __slots__ = ("finished", "length", "offsets")
 
     def __init__(self) -> None:
         self.finished = False
-        self.offset = 0
-        """Characters of the choice's text that have logprobs."""
+        self.length = 0
+        """Characters sent."""
+        self.offsets: TextOffsets | None = None
+        """Of its tokens that have logprobs."""
 
 
 class Chunks(ABC):
@@ -136,8 +140,8 @@ class CompletionChunks(Chunks):
         super().__init__(head, body, prompts)
         self._body = body
         self._vocabulary = vocabulary
-        self._echoed: dict[int, tuple[bytes, int]] = {}
-        """Logprobs of a prompt and their characters, by its number: only its first output has them."""
+        self._echoed: dict[int, Sequence[Row]] = {}
+        """Logprobs of a prompt, by its number."""
 
     def encode(self, prompt: int, output: RequestOutput) -> bytes:
         return super().encode(prompt, without_new_tokens(output) if self._body.prompt_alone else output)
@@ -145,26 +149,40 @@ class CompletionChunks(Chunks):
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
         if not self._body.echo:
             return []
+        text = echoed_text(output, self._vocabulary)
         logprobs = b"null"
         if self._body.logprobs is not None:
-            prompt = index // self._samples
-            if prompt not in self._echoed:
-                shape = completion_logprobs(
-                    output.prompt_token_ids, output.prompt_logprobs or [], self._vocabulary
-                )
-                self._echoed[prompt] = _encode(shape), sum(map(len, shape["tokens"]))
-            logprobs, choice.offset = self._echoed[prompt]
-        return [self._event(index, self._content(echoed_text(output, self._vocabulary)), logprobs, _RUNNING)]
+            # Only the first output of a prompt has its logprobs; every choice of it shows them.
+            rows = self._echoed.setdefault(index // self._samples, output.prompt_logprobs or [])
+            shape = completion_logprobs(
+                output.prompt_token_ids,
+                rows,
+                self._vocabulary,
+                self._offsets(choice),
+                len(text),
+            )
+            logprobs = _encode(shape)
+        choice.length = len(text)
+        return [self._event(index, self._content(text), logprobs, _RUNNING)]
+
+    def _offsets(self, choice: _Choice) -> TextOffsets:
+        if choice.offsets is None:
+            choice.offsets = TextOffsets(self._vocabulary, self._body.skip_special_tokens is not False)
+        return choice.offsets
 
     def _content(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
 
     def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
+        choice.length += len(sample.text)
         if self._body.logprobs is None or not sample.logprobs:
             return b"null"
-        shape = completion_logprobs(sample.token_ids, sample.logprobs, self._vocabulary, choice.offset)
-        choice.offset += sum(map(len, shape["tokens"]))
-        return _encode(shape)
+        end = None if sample.finish_reason is None else choice.length
+        return _encode(
+            completion_logprobs(
+                sample.token_ids, sample.logprobs, self._vocabulary, self._offsets(choice), end
+            )
+        )
 
 
 class ChatChunks(Chunks):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 PROGRAM = "octavo-serve"
 
@@ -24,7 +25,9 @@ def _serve() -> int:
 
     description = "Serve a model over HTTP, with OpenAI's API."
     records = {"engine": EngineConfig, "server": ServeConfig}
-    engine_config, options = OptionParser(PROGRAM, description, __version__, records).read()
+    # `octavo-serve serve MODEL` is `vllm serve MODEL`; a folder of that name is ./serve.
+    arguments = sys.argv[2:] if sys.argv[1:2] == ["serve"] else sys.argv[1:]
+    engine_config, options = OptionParser(PROGRAM, description, __version__, records).read(arguments)
     # Taken before the model and the web framework load: a port in use is known at once.
     listener = listen(options.host, options.port)
     from enginecore import AsyncEngine

@@ -112,12 +112,12 @@ class AsyncEngine:
         return stream
 
     async def generate(
-        self, prompt: PromptInput, params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: PromptInput, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs; leaving the loop early aborts it. Raises as `submit` does."""
         await self.ready()
         _, frontend = self._running()
-        request = Request(request_id, frontend.prepare_prompt(prompt), params, priority)
+        request = Request(request_id, frontend.prepare_prompt(prompt), sampling_params, priority)
         async with self.submit([request]) as stream:
             async for _, output in stream:
                 yield output
@@ -179,7 +179,7 @@ class AsyncEngine:
         return limits
 
     def _load_frontend(self) -> Frontend:
-        files = locate(self.config.model, self.config.revision)
+        files = locate(self.config.model, self.config.revision, self.config.hf_overrides)
         return Frontend(self.config, files, load_tokenizer(files, self.config.tokenizer))
 
     async def _read(self) -> None:

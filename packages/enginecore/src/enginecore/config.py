@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from enginecore.errors import ConfigError
+from enginecore.vllm_options import VLLMOptions
 
 _LONGEST_TIMEOUT = 30 * 24 * 3600.0
 """A month; far beyond it, clocks overflow."""
@@ -38,6 +39,12 @@ class EngineConfig:
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     seed: int = option(0, "seed of requests that name none")
+    hf_overrides: dict[str, Any] | None = option(  # noqa: RUF009 - the default is None
+        None, "JSON object whose entries replace those of the model's config.json"
+    )
+    generation_config: Literal["auto", "vllm"] = option(
+        "auto", "sampling defaults: auto: the model's own; vllm: those of SamplingParams"
+    )
 
     max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's")
     max_num_seqs: int = option(256, "most requests running at once")
@@ -212,7 +219,10 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     from enginecore.options import Given, build
 
     known = sorted(entry.name for entry in fields(EngineConfig))
+    without_effect = {entry.name for entry in fields(VLLMOptions)}
     for name in options:
-        if name not in known:
+        if name not in known and name not in without_effect:
             raise ConfigError(f"unknown option {name!r}; known options: {', '.join(known)}")
-    return build(EngineConfig, {name: Given(value, "the caller") for name, value in options.items()})
+    given = {name: Given(value, "the caller") for name, value in options.items()}
+    build(VLLMOptions, given)
+    return build(EngineConfig, given)

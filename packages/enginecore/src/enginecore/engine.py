@@ -32,7 +32,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        files = locate(config.model, config.revision)
+        files = locate(config.model, config.revision, config.hf_overrides)
         self._made_here = MadeHere()
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
@@ -49,7 +49,7 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: int = 0
     ) -> None:
-        """Queue a request.
+        """Queue a request; it ends at the length limit at the latest, whatever its `max_tokens` is.
 
         Raises:
             RequestError: it cannot be run as asked; nothing was queued.
@@ -61,7 +61,7 @@ class LLMEngine:
         """Queue a request whose prompt has been prepared. Raises as `add_request` does."""
         self._made_here.check()
         self._core.require_alive()
-        messages = self.frontend.add(request).messages
+        messages = self.frontend.add(request, shorten=True).messages
         try:
             for message in messages:
                 self._core.add(0, message)
@@ -108,6 +108,10 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Return the state after the last step."""
         return self._core.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no request uses."""
+        self._core.reset_prefix_cache()
 
     def expert_loads(self) -> np.ndarray | None:
         """Return how many tokens went to each expert since the start, int64 [layers with experts, experts].

@@ -1,10 +1,11 @@
 """`LLM`: a model to call from a script, with as many prompts at once as there are."""
 
 import itertools
+import operator
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import msgspec
 import numpy as np
@@ -14,11 +15,21 @@ from enginecore.engine import LLMEngine, interrupts_wait
 from enginecore.errors import RequestError
 from enginecore.forks import MadeHere
 from enginecore.frontend.request import Prompt, Request
-from enginecore.frontend.text.prompts import PromptInput
+from enginecore.frontend.text.hf_tokenizer import HFTokenizer
+from enginecore.frontend.text.prompts import PromptInput, is_token_id, without_arrays
+from enginecore.messages import EngineStats
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]
+UseTqdm = bool | Callable[..., Any]
+
+
+class Metric(NamedTuple):
+    """A counter or gauge of the engine, by the name that the server's /metrics gives it."""
+
+    name: str
+    value: float
 
 
 class LLM:
@@ -34,44 +45,95 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: Unpack[EngineOptions]) -> None:
-        self.engine = LLMEngine(make_config({"model": model, **options}))
+        self.llm_engine = LLMEngine(make_config({"model": model, **options}))
         self._made_here = MadeHere()
-        self._calls = _ConcurrentCalls(self.engine)
+        self._calls = _ConcurrentCalls(self.llm_engine)
 
     def generate(
         self,
         prompts: PromptInput | Iterable[PromptInput],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Iterable[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
-        Without `params` the model's own recommendations hold, from its generation_config.json.
-
-        A prompt is text, a mapping with `prompt` or `prompt_token_ids`, or (in a list of prompts) token ids.
+        Args:
+            prompts: Each is text, a mapping with `prompt` or `prompt_token_ids`, or (in a list of prompts)
+                token ids: a list or a one-dimensional array. A single prompt may stand alone.
+            sampling_params: Those of all prompts, or of each. Without them the model's own recommendations
+                hold, see `get_default_sampling_params`. A `max_tokens` beyond the length limit ends there.
+            use_tqdm: Whether a terminal shows a bar; or what makes it, called as `tqdm.tqdm` is.
+            priority: That of all prompts, or of each: lower runs first, under the priority policy.
 
         Raises:
             RequestError: a prompt or its parameters cannot be run as asked; none of them was run.
         """
         self._made_here.check()
-        many = _as_prompts(prompts)
-        return self._run([self.engine.frontend.prepare_prompt(prompt) for prompt in many], params)
+        prepare = self.llm_engine.frontend.prepare_prompt
+        prepared = [prepare(prompt) for prompt in _as_prompts(prompts)]
+        return self._run(prepared, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Sequence[Message]],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        **template_options: Any,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several; `template_options` reach the chat template.
+        """Answer one conversation, or each of several.
+
+        Args:
+            messages: Mappings with "role" and "content"; or a list of such lists.
+            sampling_params: As for `generate`, as is `use_tqdm`.
+            chat_template: A Jinja template to use in place of the model's.
+            add_generation_prompt: Open the assistant's answer.
+            continue_final_message: Go on with the last message instead; needs add_generation_prompt=False.
+            tools: Descriptions of tools, for templates that know them; calls are not parsed.
+            chat_template_kwargs: Further variables for the template.
 
         Raises:
             RequestError: as `generate`, or the template refuses a conversation.
         """
         self._made_here.check()
-        prepare = self.engine.frontend.prepare_chat
-        return self._run(
-            [prepare(turns, **template_options) for turns in _as_conversations(messages)], params
-        )
+        options: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prepare = self.llm_engine.frontend.prepare_chat
+        prepared = [prepare(turns, **options) for turns in _as_conversations(messages)]
+        return self._run(prepared, sampling_params, use_tqdm, None)
+
+    def get_tokenizer(self) -> HFTokenizer:
+        """Return the model's tokenizer, with the methods that transformers' tokenizers have.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        return self.llm_engine.frontend.hf_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that hold where a call gives none: the model's recommendations."""
+        return SamplingParams(**self.llm_engine.frontend.sampling_defaults)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counters and gauges after its last step."""
+        with self._calls.between_steps():
+            return engine_metrics(self.llm_engine.stats())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes that no running request uses, and return True."""
+        with self._calls.between_steps():
+            self.llm_engine.reset_prefix_cache()
+        return True
 
     def expert_loads(self) -> np.ndarray | None:
         """Return how many tokens went to each expert since the start, int64 [layers with experts, experts].
@@ -80,21 +142,45 @@ class LLM:
         """
         self._made_here.check()
         with self._calls.between_steps():
-            return self.engine.expert_loads()
+            return self.llm_engine.expert_loads()
 
     def shutdown(self) -> None:
         """Give the model's memory back; in a fork, where it is another process's, do nothing."""
         if self._made_here:
             with self._calls.between_steps():
-                self.engine.shutdown()
+                self.llm_engine.shutdown()
 
     def _run(
-        self, prompts: list[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        use_tqdm: UseTqdm,
+        priority: int | Iterable[int] | None,
     ) -> list[RequestOutput]:
-        if params is None:
-            params = SamplingParams(**self.engine.frontend.sampling_defaults)
-        each = _one_for_each(params, len(prompts))
-        return self._calls.run(prompts, each)
+        each = _one_for_each(self.get_default_sampling_params() if params is None else params, len(prompts))
+        priorities = _priorities(priority, len(prompts))
+        wanted = [_Wanted(*entry) for entry in zip(prompts, each, priorities, strict=True)]
+        with _progress(use_tqdm, len(wanted)) as advance:
+            return self._calls.run(wanted, advance)
+
+
+class _Wanted(NamedTuple):
+    prompt: Prompt
+    params: SamplingParams
+    priority: int
+
+
+class _Call:
+    """One caller's requests."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.outputs: dict[str, RequestOutput] = {}
+        """Final outputs by request id."""
+
+    @property
+    def finished(self) -> bool:
+        return len(self.outputs) == len(self.ids)
 
 
 class _ConcurrentCalls:
@@ -111,25 +197,30 @@ class _ConcurrentCalls:
         self._changing = 0
         """Threads that wait for a step's end to add or abort requests."""
         self._numbers = itertools.count()
-        self._finished: dict[str, RequestOutput] = {}
+        self._calls: dict[str, _Call] = {}
+        """By id of an unfinished request."""
 
-    def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Run all prompts, or none if one cannot be run, and return their final outputs in order."""
-        ids: list[str] = []
+    def run(self, wanted: Sequence[_Wanted], advance: Callable[[int], object]) -> list[RequestOutput]:
+        """Run all requests, or none if one cannot be run, and return their final outputs in order.
+
+        `advance` is told how many more have finished, after steps in which some have.
+        """
+        call = _Call()
         try:
             with self.between_steps():
-                self._add(ids, prompts, params)
-            while self._step_or_wait(ids):
-                pass
-            return [self._finished[request_id] for request_id in ids]
+                self._add(call, wanted)
+            told = 0
+            while self._step_or_wait(call):
+                if len(call.outputs) > told:
+                    advance(len(call.outputs) - told)
+                    told = len(call.outputs)
+            advance(len(call.outputs) - told)
+            return [call.outputs[request_id] for request_id in call.ids]
         except BaseException:
             # An error or Ctrl-C must leave nothing running behind.
             with self.between_steps():
-                self._abort(ids)
+                self._abort(call)
             raise
-        finally:
-            for request_id in ids:
-                self._finished.pop(request_id, None)
 
     @contextmanager
     def between_steps(self) -> Generator[None]:
@@ -143,31 +234,34 @@ class _ConcurrentCalls:
                 self._changing -= 1
                 self._lock.notify_all()
 
-    def _add(self, ids: list[str], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """Add all prompts, or none if one is refused; note each in `ids` before it is added."""
+    def _add(self, call: _Call, wanted: Sequence[_Wanted]) -> None:
+        """Add all requests, or none if one is refused; note each in `call` before it is added."""
         try:
-            for prompt, wanted in zip(prompts, params, strict=True):
-                ids.append(str(next(self._numbers)))
-                self._engine.add(Request(ids[-1], prompt, wanted))
+            for entry in wanted:
+                request_id = str(next(self._numbers))
+                call.ids.append(request_id)
+                self._calls[request_id] = call
+                self._engine.add(Request(request_id, *entry))
         except RequestError as error:
-            self._abort(ids)
-            if len(prompts) == 1:
+            self._abort(call)
+            if len(wanted) == 1:
                 raise
-            raise RequestError(f"prompt {len(ids) - 1}: {error}", error.param) from error
+            raise RequestError(f"prompt {len(call.ids) - 1}: {error}", error.param, error.code) from error
 
-    def _abort(self, ids: Sequence[str]) -> None:
-        for request_id in ids:
-            self._engine.abort_request(request_id)
+    def _abort(self, call: _Call) -> None:
+        for request_id in call.ids:
+            if self._calls.pop(request_id, None) is not None:
+                self._engine.abort_request(request_id)
 
-    def _step_or_wait(self, ids: Sequence[str]) -> bool:
-        """Run one step, or wait for another thread's; return whether some of `ids` are unfinished.
+    def _step_or_wait(self, call: _Call) -> bool:
+        """Run one step, or wait for another thread's; return whether some request of `call` is unfinished.
 
         Raises:
             EngineDeadError: the engine has ended, in whichever thread.
         """
         with self._lock:
-            self._lock.wait_for(lambda: not (self._stepping or self._changing) or self._all_finished(ids))
-            if self._all_finished(ids):
+            self._lock.wait_for(lambda: not (self._stepping or self._changing) or call.finished)
+            if call.finished:
                 return False
         # Ctrl-C must not keep from other threads what a step has for them.
         with interrupts_wait():
@@ -185,21 +279,59 @@ class _ConcurrentCalls:
             outputs = self._engine.step()
         finally:
             with self._lock:
-                self._finished |= {output.request_id: output for output in outputs if output.finished}
+                for output in outputs:
+                    self._keep(output)
                 self._stepping = False
                 self._lock.notify_all()
 
-    def _all_finished(self, ids: Sequence[str]) -> bool:
-        return all(request_id in self._finished for request_id in ids)
+    def _keep(self, output: RequestOutput) -> None:
+        call = self._calls.pop(output.request_id, None) if output.finished else None
+        if call is not None:
+            call.outputs[output.request_id] = output
+
+
+@contextmanager
+def _progress(use_tqdm: UseTqdm, total: int) -> Generator[Callable[[int], object]]:
+    """Show how many of `total` prompts are done; `use_tqdm=True` does so only on a terminal."""
+    if not use_tqdm:
+        yield lambda _: None
+        return
+    text = "Processed prompts"
+    if use_tqdm is True:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(total=total, desc=text, dynamic_ncols=True, disable=None)
+    else:
+        bar = use_tqdm(total=total, desc=text)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+def engine_metrics(stats: EngineStats) -> list[Metric]:
+    """Return an engine's state as metrics."""
+    named = {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": stats.kv_cache_usage,
+        "num_preemptions_total": stats.preemptions,
+        "prefix_cache_queries_total": stats.prefix_queries,
+        "prefix_cache_hits_total": stats.prefix_hits,
+        "prompt_tokens_total": stats.prompt_tokens,
+        "generation_tokens_total": stats.generation_tokens,
+    }
+    return [Metric(f"octavo_{name}", float(value)) for name, value in named.items()]
 
 
 def _as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:
     if isinstance(prompts, str | Mapping | Prompt):
         return [cast(PromptInput, prompts)]
-    if not isinstance(prompts, Iterable):
+    listed = without_arrays(prompts)
+    if not isinstance(listed, Iterable):
         raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}", "prompts")
-    many = list(prompts)
-    if many and all(hasattr(entry, "__index__") for entry in many):
+    many = list(listed)
+    if many and all(is_token_id(entry) for entry in many):
         return [cast(Sequence[int], many)]
     return cast(list[PromptInput], many)
 
@@ -219,14 +351,27 @@ def _one_for_each(params: SamplingParams | Iterable[SamplingParams], count: int)
     elif isinstance(params, Iterable):
         wanted = list(params)
     else:
-        raise RequestError(f"params must be SamplingParams, got {params!r:.80}", "params")
+        raise RequestError(f"sampling_params must be SamplingParams, got {params!r:.80}", "sampling_params")
     if len(wanted) != count:
         raise RequestError(f"there are {count} prompts but {len(wanted)} sampling parameters")
     for entry in wanted:
         if not isinstance(entry, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, got {entry!r:.80}", "params")
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {entry!r:.80}", "sampling_params"
+            )
     # One result a request is all the caller sees, so intermediate ones need not be built.
     return [_final_only(entry) for entry in wanted]
+
+
+def _priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:
+    listed = without_arrays(priority)
+    wanted = list(listed) if isinstance(listed, Iterable) else [0 if listed is None else listed] * count
+    if len(wanted) != count:
+        raise RequestError(f"there are {count} prompts but {len(wanted)} priorities", "priority")
+    for entry in wanted:
+        if not is_token_id(entry):
+            raise RequestError(f"priority must be an integer, got {entry!r:.80}", "priority")
+    return [operator.index(entry) for entry in wanted]
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -6,7 +6,7 @@ Needs no torch: the front-end reads configuration and tokenizer from here too.
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,10 @@ class ModelFiles:
         return self.path.suffix == ".gguf"
 
 
-def locate(model: str, revision: str | None = None) -> ModelFiles:
+def locate(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> ModelFiles:
     """Return the files of `model`: "demo", a folder, a `.gguf` file, or a hub id such as "org/name".
+
+    `overrides` replace entries of its configuration, objects within it entry by entry.
 
     Raises:
         ModelError: there is no such model, or it has no readable config.
@@ -50,12 +52,22 @@ def locate(model: str, revision: str | None = None) -> ModelFiles:
     path = find(model, revision)
     if path.is_file():
         generation = gguf.generation_config(path) | (_DEMO_SAMPLING if model == DEMO else {})
-        return ModelFiles(model, path, gguf.hf_config(path), generation)
+        return ModelFiles(model, path, _merged(gguf.hf_config(path), overrides or {}), generation)
     config = read_json(path / "config.json")
     if config is None:
         files = _near(path / "x.gguf")
         raise ModelError(f"{path} has no config.json: it is not a model folder{files}")
-    return ModelFiles(model, path, config, read_json(path / "generation_config.json") or {})
+    generation = read_json(path / "generation_config.json") or {}
+    return ModelFiles(model, path, _merged(config, overrides or {}), generation)
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        both_are_objects = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(inner, value) if both_are_objects else value
+    return merged
 
 
 def find(name: str, revision: str | None = None, patterns: Sequence[str] = _HUB_PATTERNS) -> Path:
@@ -120,9 +132,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, Any]:
-    """Return the sampling parameters that generation_config.json recommends, for requests that name none."""
+    """Return the sampling parameters that generation_config.json recommends, for requests that name none.
+
+    Its max_new_tokens is the default of max_tokens.
+    """
     given = files.generation_config
-    return {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
+    found = {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
+    if given.get("max_new_tokens") is not None:
+        found["max_tokens"] = given["max_new_tokens"]
+    return found
 
 
 def eos_token_ids(files: ModelFiles) -> list[int]:

@@ -21,6 +21,7 @@ import msgspec
 
 from enginecore.errors import ConfigError, OctavoError
 from enginecore.option_sources import PREFIX, Given, from_environment, from_file
+from enginecore.vllm_options import VLLMOptions
 
 
 class _Once(argparse.Action):
@@ -43,7 +44,8 @@ class Option(NamedTuple):
 
     name: str
     kind: Any
-    """The field's type: str, int, float, bool, Literal, tuple[str, ...], or one of these or None."""
+    """The field's type: str, int, float, bool, Literal, tuple[str, ...], dict[str, Any] (a JSON object), or
+    one of these or None."""
     default: Any
     help: str
     repeat: bool
@@ -76,13 +78,13 @@ class OptionParser(argparse.ArgumentParser):
     ) -> None:
         """`records` maps a heading of the help page to a dataclass."""
         super().__init__(prog=program, description=description, allow_abbrev=False)
-        self.records = records
+        self.records = {**records, "without effect, for vLLM's command lines": VLLMOptions}
         self.given: Mapping[str, Given] = {}
         """After `read`: the options that were given, by name."""
         self.add_argument("--version", action="version", version=f"{program} {version}")
         self.add_argument("--config", metavar="FILE", action=_Once, help="YAML file of options")
         self.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
-        for heading, record in records.items():
+        for heading, record in self.records.items():
             group = self.add_argument_group(heading)
             for option in options_of(record):
                 group.add_argument(
@@ -95,7 +97,7 @@ class OptionParser(argparse.ArgumentParser):
     def read(
         self, arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
     ) -> list[Any]:
-        """Return an instance of each dataclass, in order.
+        """Return an instance of each given dataclass, in order; what has no effect is checked and logged.
 
         Raises:
             ConfigError: an option is unknown, of the wrong type, out of range or contradicts another.
@@ -111,7 +113,7 @@ class OptionParser(argparse.ArgumentParser):
         given |= from_variables
         given |= _from_flags(flags)
         self.given = given
-        return [build(record, given) for record in self.records.values()]
+        return [build(record, given) for record in self.records.values()][:-1]
 
 
 def build(record: type[Any], given: Mapping[str, Given]) -> Any:
@@ -161,6 +163,8 @@ def _flag_arguments(option: Option) -> dict[str, Any]:
     elif get_origin(option.kind) is tuple:
         arguments |= {"action": "append"} if option.repeat else {"action": "extend", "nargs": "+"}
         arguments["metavar"] = "TEXT"
+    elif get_origin(option.kind) is dict:
+        arguments["metavar"] = "JSON"
     else:
         arguments["metavar"] = {int: "N", float: "X"}.get(option.kind, "TEXT")
     return arguments
@@ -173,6 +177,8 @@ def _read(option: Option, given: Given) -> Any:
     try:
         if get_origin(option.kind) is tuple and isinstance(value, str):
             value = msgspec.json.decode(value) if value.startswith("[") else [value]
+        if get_origin(option.kind) is dict and isinstance(value, str):
+            value = msgspec.json.decode(value)
         return msgspec.convert(value, option.kind, strict=False)
     except msgspec.DecodeError as error:
         raise ConfigError(
@@ -185,6 +191,8 @@ def _in_words(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
         return "a list of texts"
+    if get_origin(kind) is dict:
+        return "a JSON object"
     return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
 
 

@@ -1,10 +1,11 @@
 """Sampling parameters: vLLM's names, defaults and error rules."""
 
+import copy
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -15,6 +16,44 @@ MAX_LOGIT_BIAS = 100.0
 
 MAX_SAMPLES = 16384
 """Most samples of one prompt."""
+
+MAX_STOPS = 256
+"""Most stop strings of one request."""
+
+MAX_BAD_WORDS = 1024
+"""Most bad words of one request."""
+
+MAX_TEXT = 256
+"""Most characters of a stop string or bad word."""
+
+MAX_STOP_IDS = 4096
+"""Most ids in `stop_token_ids`."""
+
+MAX_ALLOWED_IDS = 262_144
+"""Most ids in `allowed_token_ids`: a large vocabulary."""
+
+MAX_BIASES = 16384
+"""Most token ids in `logit_bias`."""
+
+_INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "min_p",
+)
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+)
+_TEXTS = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS}
+_IDS = {"stop_token_ids": MAX_STOP_IDS, "allowed_token_ids": MAX_ALLOWED_IDS}
 
 
 class RequestOutputKind(IntEnum):
@@ -28,25 +67,30 @@ class RequestOutputKind(IntEnum):
     """One output, when the request has finished."""
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Rules for choosing tokens and for stopping. Validated on construction.
+
+    Fields stand in vLLM's order, which is that of positional arguments. Numbers and arrays of numpy and torch
+    are taken as Python's own numbers and lists.
 
     Raises:
         ValueError: a field is out of range or contradicts another; the message names it.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1 considers every token."""
     min_p: float = 0.0
     seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     stop: list[str] = []
+    """At most `MAX_STOPS`, each of at most `MAX_TEXT` characters."""
     stop_token_ids: list[int] = []
+    """At most `MAX_STOP_IDS`."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """None generates up to the model's length limit."""
@@ -58,11 +102,32 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = []
-    structured_outputs: Any = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: Any = None
+    logit_bias: dict[int, float] | None = None
+    """At most `MAX_BIASES` ids."""
+    allowed_token_ids: list[int] | None = None
+    """At most `MAX_ALLOWED_IDS`."""
+    extra_args: dict[str, Any] | None = None
+    """Plain values for extensions; the engine looks at none of them."""
+    bad_words: list[str] = []
+    """At most `MAX_BAD_WORDS`, each of at most `MAX_TEXT` characters."""
+    skip_reading_prefix_cache: bool | None = None
+    """Whether the whole prompt is computed; by default only with `prompt_logprobs`, which need it."""
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Return parameters of the fields that are not None, for callers to whom None means the default.
+
+        Only `max_tokens`, to which None means something else, is taken as it is.
+        """
+        return cls(
+            **{name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        )
+
+    def clone(self) -> Self:
+        """Return a copy that shares nothing with this one."""
+        return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -77,18 +142,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, list | tuple):
-                raise ValueError(f"{name} must be a list, got {value!r:.80}")
-        self.stop = list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
-        if self.top_k == -1:
-            self.top_k = 0
+            self.stop = [str(self.stop)]
+        for name in _TEXTS:
+            setattr(self, name, [_plain(entry, str) for entry in _list(name, getattr(self, name)) or []])
+        for name in _IDS:
+            value = _list(name, getattr(self, name))
+            setattr(self, name, None if value is None else [_plain(entry, int) for entry in value])
+        self.stop_token_ids = self.stop_token_ids or []
         if self.logprobs is True:
             self.logprobs = 1
+        for names, kind in ((_INTEGERS, int), (_NUMBERS, float), (_FLAGS, bool)):
+            for name in names:
+                setattr(self, name, _plain(getattr(self, name), kind))
+        if self.top_k == -1:
+            self.top_k = 0
         if isinstance(self.temperature, float | int) and 0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
 
@@ -108,23 +175,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "skip_reading_prefix_cache"):
+                raise ValueError(f"{name} must be true or false, got {value!r:.80}")
 
     def _check_lists(self) -> None:
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must hold non-empty strings, got {text!r}")
-        for text in self.bad_words:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"bad_words must hold non-empty strings, got {text!r}")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
-        if self.allowed_token_ids is not None:
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids is empty: no token could be chosen")
-            for token in self.allowed_token_ids:
-                _integer("allowed_token_ids", token, 0)
+        for name, most in _TEXTS.items():
+            _check_texts(name, getattr(self, name), most)
+        for name, most in _IDS.items():
+            tokens = getattr(self, name) or ()
+            _check_count(name, tokens, most, "token ids")
+            for token in tokens:
+                _integer(name, token, 0)
+        if self.allowed_token_ids == []:
+            raise ValueError("allowed_token_ids is empty: no token could be chosen")
         if self.logit_bias is not None:
             self.logit_bias = _clamped_bias(self.logit_bias)
+        if self.extra_args is not None:
+            _check_extra(self.extra_args)
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -137,8 +206,57 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"n must be 1 with temperature 0 (every sample would be the same), got {self.n}")
         if not self.spaces_between_special_tokens:
             raise ValueError("spaces_between_special_tokens=False is not supported")
+        if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
+            raise ValueError("skip_reading_prefix_cache must not be False with prompt_logprobs")
         if self.structured_outputs is not None:
             raise ValueError("structured_outputs is not supported by this version")
+
+
+def _list(name: str, value: Any) -> list[Any] | None:
+    """Return a list, tuple or one-dimensional array as a list."""
+    if value is None:
+        return None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be a list, got {value!r:.80}")
+    return list(value)
+
+
+def _plain(value: Any, kind: type) -> Any:
+    """Return a number or text of numpy's or torch's as Python's own; anything else as it is."""
+    if type(value) is kind or value is None or isinstance(value, bool):
+        return value
+    if kind is str:
+        return str(value) if isinstance(value, str) else value
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    return float(value) if kind is float and isinstance(value, float) else value
+
+
+def _check_count(name: str, entries: Sized, most: int, of: str) -> None:
+    if len(entries) > most:
+        raise ValueError(f"{name} may hold at most {most} {of}, got {len(entries)}")
+
+
+def _check_texts(name: str, texts: Sequence[Any], most: int) -> None:
+    _check_count(name, texts, most, "strings")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must hold non-empty strings, got {text!r:.80}")
+        if len(text) > MAX_TEXT:
+            raise ValueError(
+                f"{name} may hold strings of at most {MAX_TEXT} characters, got one of {len(text)}"
+            )
+
+
+def _check_extra(extra: Any) -> None:
+    if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
+        raise ValueError(f"extra_args must map names to values, got {extra!r:.80}")
+    try:
+        msgspec.msgpack.encode(extra)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"extra_args must hold plain values: {error}") from error
 
 
 def _integer(
@@ -178,9 +296,13 @@ def _is_token_id(key: Any) -> bool:
     return isinstance(key, str) and re.fullmatch(r"0|-?[1-9][0-9]{0,18}", key, re.ASCII) is not None
 
 
-def _clamped_bias(bias: dict[Any, Any]) -> dict[int, float]:
+def _clamped_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+    _check_count("logit_bias", bias, MAX_BIASES, "token ids")
     clamped = {}
-    for key, value in bias.items():
+    for given, number in bias.items():
+        key, value = _plain(given, int), _plain(number, float)
         if isinstance(key, bool) or not (isinstance(key, int) or _is_token_id(key)):
             raise ValueError(f"logit_bias keys must be token ids, got {key!r:.40}")
         token = int(key)

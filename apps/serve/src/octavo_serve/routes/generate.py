@@ -85,6 +85,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
             len(raw),
             lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
         )
+    params = openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len)
     head = openai.Head(answer_id(http, "chatcmpl"), int(time.time()), name)
     vocabulary = server.vocabulary
     return _Job(

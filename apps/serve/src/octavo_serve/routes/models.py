@@ -62,6 +62,8 @@ async def tokenize(request: Request) -> Response:
         openai.check_template_kwargs(body.chat_template_kwargs)
         options = dict(body.chat_template_kwargs or {})
         options["add_generation_prompt"] = body.add_generation_prompt is not False
+        if body.add_special_tokens:
+            options["add_special_tokens"] = True
         prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(messages, **options))
         ids = list(prompt.token_ids)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}

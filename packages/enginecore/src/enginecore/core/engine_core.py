@@ -31,6 +31,7 @@ from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepO
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
+from enginecore.sampling_params import SamplingParams
 from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ class EngineCore:
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
                     extra=self._prefix_salt(handle, message),
-                    use_cache=sampling.params.prompt_logprobs is None,
+                    use_cache=_may_read_cache(sampling.params),
                 )
             )
         except RequestRefused as error:
@@ -381,3 +382,10 @@ def _outputs_for(client: int, results: _StepResults) -> Outputs:
 
 def _for_client(entries: _Logprobs, client: int) -> _Logprobs:
     return [(handle & _NUMBER_MASK, entry) for handle, entry in entries if handle >> _NUMBER_BITS == client]
+
+
+def _may_read_cache(params: SamplingParams) -> bool:
+    """Whether a request may start from cached blocks; a prompt's log probabilities need every position."""
+    if params.skip_reading_prefix_cache is not None:
+        return not params.skip_reading_prefix_cache
+    return params.prompt_logprobs is None

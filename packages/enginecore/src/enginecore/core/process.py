@@ -153,7 +153,7 @@ def _start(config: EngineConfig) -> EngineCore:
     # Only now what takes seconds to import: the front-end may end meanwhile.
     from enginecore.core.engine_core import start_core
 
-    return start_core(config, locate(config.model, config.revision))
+    return start_core(config, locate(config.model, config.revision, config.hf_overrides))
 
 
 def _report(status: BinaryIO, message: CoreMessage) -> None:

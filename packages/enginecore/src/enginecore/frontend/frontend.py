@@ -19,6 +19,7 @@ from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
+from enginecore.frontend.text.hf_tokenizer import HFTokenizer
 from enginecore.frontend.text.prompts import encode_text, read_prompt
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
 from enginecore.frontend.validation import (
@@ -70,10 +71,10 @@ class Frontend:
             )
         self.limits: EngineLimits | None = None
         """The engine's limits, to be set once its core is ready; no request is taken before."""
-        self.sampling_defaults = sampling_defaults(files)
+        self.sampling_defaults = {} if config.generation_config == "vllm" else sampling_defaults(files)
         """What the model recommends for parameters that a request leaves open."""
         self._config = config
-        self._eos_ids = eos_token_ids(files) or _eos_of(tokenizer)
+        self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
         self._unseeded = itertools.count(config.seed)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._own_template: ChatTemplate | None = None
@@ -94,6 +95,10 @@ class Frontend:
         if self.tokenizer is None:
             raise RequestError(NO_TOKENIZER)
         return self.tokenizer
+
+    def hf_tokenizer(self) -> HFTokenizer:
+        """Return the tokenizer and the chat templates behind transformers' names. Raises as above."""
+        return HFTokenizer(self.require_tokenizer(), self._template)
 
     def prepare_prompt(
         self, prompt: Any, add_special_tokens: bool = True, *, cache_salt: str | None = None
@@ -121,15 +126,18 @@ class Frontend:
         *,
         chat_template: str | None = None,
         cache_salt: str | None = None,
+        add_special_tokens: bool = False,
         **options: Any,
     ) -> Prompt:
-        """Return a conversation as one prompt, which holds just the special tokens that the template writes.
+        """Return a conversation as one prompt.
 
         Args:
             messages: Mappings with "role" and "content".
             chat_template: A Jinja template to use in place of the model's. It runs in a sandbox, but may
                 still take long: let only trusted callers give one.
             cache_salt: Shares cached prefixes only with prompts of the same salt.
+            add_special_tokens: Put around the text what the tokenizer puts there, beside the special tokens
+                that the template writes.
             options: Keyword arguments of `ChatTemplate.render`.
 
         Raises:
@@ -137,15 +145,15 @@ class Frontend:
         """
         text = self._template(chat_template).render(messages, **options)
         self._check_length(text, "messages")
-        ids = encode_text(text, self.tokenizer, add_special_tokens=False)
+        ids = encode_text(text, self.tokenizer, add_special_tokens)
         if not ids:
             raise RequestError(
                 "the messages make an empty prompt: it must hold at least one token", "messages"
             )
         return Prompt(text, ids, cache_salt)
 
-    def add(self, request: Request) -> Added:
-        """Take a request.
+    def add(self, request: Request, *, shorten: bool = False) -> Added:
+        """Take a request; with `shorten`, a `max_tokens` that there is no room for is lowered to the room.
 
         Raises:
             RequestError: it cannot be run as asked; nothing has changed then.
@@ -161,7 +169,9 @@ class Frontend:
         if request.priority and policy != "priority" and policy in POLICIES:
             raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
-        max_tokens = output_limit(len(prompt.token_ids), params, self.limits)
+        max_tokens = output_limit(len(prompt.token_ids), params, self.limits, shorten=shorten)
+        if params.min_tokens > max_tokens:
+            params = msgspec.structs.replace(params, min_tokens=max_tokens)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
         bad_words = self._bad_words(params)
         stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]

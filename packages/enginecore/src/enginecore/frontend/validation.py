@@ -20,8 +20,12 @@ def check_prompt(ids: Sequence[int], limits: EngineLimits) -> None:
         )
 
 
-def output_limit(num_prompt: int, params: SamplingParams, limits: EngineLimits) -> int:
+def output_limit(
+    num_prompt: int, params: SamplingParams, limits: EngineLimits, *, shorten: bool = False
+) -> int:
     """Return how many tokens a request may generate: `params.max_tokens`, or all there is room for.
+
+    With `shorten`, a `max_tokens` beyond that room is lowered to it rather than refused.
 
     Raises:
         ContextLengthError: prompt and output would be longer than the model allows.
@@ -29,6 +33,8 @@ def output_limit(num_prompt: int, params: SamplingParams, limits: EngineLimits) 
     room = limits.max_model_len - num_prompt
     if room <= 0:
         raise ContextLengthError(limits.max_model_len, f"its {num_prompt} tokens leave no room for output")
+    if shorten:
+        return room if params.max_tokens is None else min(params.max_tokens, room)
     if params.max_tokens is not None and params.max_tokens > room:
         raise ContextLengthError(
             limits.max_model_len,

@@ -55,7 +55,7 @@ def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) 
     send(Progress("communicators connected"))
     return Worker(
         config,
-        locate(config.model),
+        locate(config.model, config.revision, config.hf_overrides),
         comms,
         device=device,
         local_size=settings.local_size,

@@ -3,6 +3,8 @@
 from enginecore.frontend.openai.answers import (
     Head,
     NoVocabulary,
+    Row,
+    TextOffsets,
     Vocabulary,
     chat_answer,
     chat_logprobs,
@@ -47,6 +49,8 @@ __all__ = [
     "Integer",
     "ModelNotFound",
     "NoVocabulary",
+    "Row",
+    "TextOffsets",
     "Vocabulary",
     "blaming",
     "chat_answer",

@@ -1,6 +1,7 @@
 """Answers of /v1/completions and /v1/chat/completions as plain dicts, and the parts that a stream shares."""
 
-from collections.abc import Mapping, Sequence
+import codecs
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ Row = Mapping[int, Logprob] | None
 class Vocabulary(Protocol):
     """The part of a tokenizer that answers use."""
 
+    @property
+    def special_ids(self) -> Collection[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token: int, /) -> str: ...
     def token_bytes(self, token: int, /) -> bytes: ...
@@ -26,6 +29,8 @@ class Vocabulary(Protocol):
 
 class NoVocabulary:
     """Stands in where a model has no tokenizer: answers with plain token counts need none."""
+
+    special_ids: frozenset[int] = frozenset()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         raise RequestError(NO_TOKENIZER)
@@ -35,6 +40,27 @@ class NoVocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         raise RequestError(NO_TOKENIZER)
+
+
+class TextOffsets:
+    """Places of a choice's tokens in its text, in characters.
+
+    A token that goes on with a character has that character's place, and one that is not shown the next's.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True) -> None:
+        self._vocabulary = vocabulary
+        self._hidden = vocabulary.special_ids if skip_special_tokens else ()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._end = 0
+        """Whole characters so far."""
+
+    def place(self, token: int) -> int:
+        """Return the place of the next token."""
+        start = self._end
+        if token not in self._hidden:
+            self._end += len(self._decode(self._vocabulary.token_bytes(token)))
+        return start
 
 
 class Head(NamedTuple):
@@ -112,29 +138,42 @@ def echoed_text(output: RequestOutput, vocabulary: Vocabulary) -> str:
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], rows: Sequence[Row], vocabulary: Vocabulary, start: int = 0
+    token_ids: Sequence[int],
+    rows: Sequence[Row],
+    vocabulary: Vocabulary,
+    offsets: TextOffsets,
+    text_length: int | None = None,
 ) -> dict[str, Any]:
     """Return logprobs in the completions shape: parallel lists, one entry a token.
 
-    `start` is the offset of the first token in the choice's text.
+    `offsets` goes on where the choice's earlier tokens ended. Tokens that a stop string has cut off stand at
+    the end of the text, `text_length`.
     """
-    texts, offsets = [], []
-    for token, row in zip(token_ids, rows, strict=True):
-        texts.append(_text_of(token, row, vocabulary))
-        offsets.append(start)
-        start += len(texts[-1])
+    texts = [_text_of(token, row, vocabulary) for token, row in zip(token_ids, rows, strict=True)]
+    places = [offsets.place(token) for token in token_ids]
     return {
         "tokens": texts,
-        "text_offset": offsets,
+        "text_offset": places if text_length is None else [min(place, text_length) for place in places],
         "token_logprobs": [
             None if row is None else _finite(row[token].logprob)
             for token, row in zip(token_ids, rows, strict=True)
         ],
         "top_logprobs": [
-            None if row is None else {_text_of(i, row, vocabulary): _finite(row[i].logprob) for i in row}
-            for row in rows
+            None if row is None else _by_text(token, row, vocabulary)
+            for token, row in zip(token_ids, rows, strict=True)
         ],
     }
+
+
+def _by_text(token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary) -> dict[str, float]:
+    """Return candidates' log probabilities by text.
+
+    Of those that share one, such as halves of characters, the actual token stands, or else the likeliest.
+    """
+    found: dict[str, float] = {}
+    for candidate in (token, *row):
+        found.setdefault(_text_of(candidate, row, vocabulary), _finite(row[candidate].logprob))
+    return found
 
 
 def chat_logprobs(
@@ -209,7 +248,8 @@ def _completion_choice(
             rows += output.prompt_logprobs or []
         ids += sample.token_ids
         rows += sample.logprobs or []
-        choice["logprobs"] = completion_logprobs(ids, rows, vocabulary)
+        offsets = TextOffsets(vocabulary, body.skip_special_tokens is not False)
+        choice["logprobs"] = completion_logprobs(ids, rows, vocabulary, offsets, len(text))
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
     return choice

@@ -61,6 +61,11 @@ class Body(msgspec.Struct, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
+    def asked_tokens(self) -> int | None:
+        """The length limit that the body names."""
+        return self.max_tokens
+
+    @property
     def samples(self) -> int:
         return 1 if self.n is None else self.n
 
@@ -91,6 +96,12 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
 
 
 AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)

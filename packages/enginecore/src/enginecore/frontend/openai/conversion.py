@@ -79,26 +79,26 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Samp
     return _params(fields)
 
 
-def fit_default(
-    body: CompletionBody, params: SamplingParams, prompt_tokens: int, max_model_len: int
-) -> SamplingParams:
+def fit_default(body: Body, params: SamplingParams, prompt_tokens: int, max_model_len: int) -> SamplingParams:
     """Return `params`, with the default of max_tokens lowered to what a prompt leaves room for."""
     room = max_model_len - prompt_tokens
     default = params.max_tokens
-    if body.max_tokens is not None or default is None or not max(1, params.min_tokens) <= room < default:
+    if body.asked_tokens is not None or default is None or not max(1, params.min_tokens) <= room < default:
         return params
     return msgspec.structs.replace(params, max_tokens=room)
 
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return how to sample for `body`; `defaults` as for completions.
+    """Return how to sample for `body`; `defaults` and `fit_default` as for completions.
+
+    Without a limit of the body's or of the model's, the answer may be as long as there is room.
 
     Raises:
         RequestError: a field is out of range or contradicts another.
     """
     fields = {**defaults, **_sampling_fields(body)}
-    newer = body.max_completion_tokens
-    fields["max_tokens"] = body.max_tokens if newer is None else newer
+    asked = body.asked_tokens
+    fields["max_tokens"] = defaults.get("max_tokens") if asked is None else asked
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     with blaming(body):
@@ -130,6 +130,8 @@ def template_options(body: ChatBody) -> dict[str, Any]:
             options[name] = value
     if options.get("continue_final_message") and "add_generation_prompt" not in options:
         options["add_generation_prompt"] = False
+    if body.add_special_tokens:
+        options["add_special_tokens"] = True
     return options
 
 

@@ -33,7 +33,6 @@ _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "echo": (False,),
     "chat_template": (),
-    "add_special_tokens": (False,),
 }
 
 _REASONS = {
@@ -41,7 +40,6 @@ _REASONS = {
     "tools": 'tools are not supported by this version; tool_choice "none" asks for plain text',
     "tool_choice": "tool_choice needs tools, which this version does not support",
     "chat_template": "a request may not bring its own chat_template",
-    "add_special_tokens": "add_special_tokens must be false: the chat template writes them",
 }
 """What is said of a refused field where "not supported" would not do."""
 

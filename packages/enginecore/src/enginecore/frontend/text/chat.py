@@ -61,6 +61,8 @@ class ChatTemplate:
             )
         compiled = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
         plain = _plain_messages(messages, join_parts=not compiled.reads_parts)
+        # A template without a branch for developers gets their instructions as those of the system.
+        renamed = [] if compiled.knows_developer else _rename_developers(plain)
         if continue_final_message:
             _mark_end(plain[-1])
         variables = {
@@ -76,6 +78,7 @@ class ChatTemplate:
         except Exception as error:
             # A template is a program of the model's; whatever it raises is its answer to these messages.
             raise RequestError(f"chat template: {error}", "messages") from error
+        _require_shown(renamed, text)
         return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -117,6 +120,8 @@ def _plain_message(message: Any, index: int, join_parts: bool) -> dict[str, Any]
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] must be an object with a role, got {message!r}", "messages")
     plain = {key: value for key, value in message.items() if value is not None}
+    if plain.get("tool_calls") == []:  # it asks for nothing, and would be taken for a call
+        del plain["tool_calls"]
     content = plain.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [
@@ -130,6 +135,28 @@ def _plain_message(message: Any, index: int, join_parts: bool) -> dict[str, Any]
             f"messages[{index}].content must be text or a list of parts, got {content!r}", "messages"
         )
     return plain
+
+
+def _rename_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give messages of role developer the role system; return them."""
+    renamed = [message for message in messages if message["role"] == "developer"]
+    for message in renamed:
+        message["role"] = "system"
+    return renamed
+
+
+def _require_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise RequestError when the text of a message is not in the prompt: no instruction is lost unseen."""
+    shown = "".join(text.split())
+    for message in messages:
+        content = message.get("content") or ""
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        if not all("".join(part.split()) in shown for part in parts):
+            raise RequestError(
+                "the chat template shows no message of role developer, as such or as system: leave it out, "
+                "or put the text into the user's message",
+                "messages",
+            )
 
 
 def _text_of_part(part: Any, where: str) -> str:
@@ -146,21 +173,21 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    # The space after the mark shows, once rendered, whether the template trims messages.
+    # A template that trims messages leaves the blanks before the mark: the model is to go on after them.
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = f"{content}{_END_MARK} "
+        message["content"] = f"{content}{_END_MARK}"
     elif content:
-        content[-1] = {**content[-1], "text": f"{content[-1]['text']}{_END_MARK} "}
+        content[-1] = {**content[-1], "text": f"{content[-1]['text']}{_END_MARK}"}
     else:
         raise RequestError("continue_final_message needs content in the last message", "messages")
 
 
 def _cut_at_mark(text: str) -> str:
-    before, mark, after = text.rpartition(_END_MARK)
+    before, mark, _ = text.rpartition(_END_MARK)
     if not mark:
         raise RequestError(
             "continue_final_message: the chat template does not show the last message",
             "continue_final_message",
         )
-    return before if after.startswith(" ") else before.rstrip()
+    return before

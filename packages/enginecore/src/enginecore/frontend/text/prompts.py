@@ -58,12 +58,23 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, add_sp
     return Prompt(text, encode_text(text, tokenizer, add_special_tokens), salt)
 
 
+def without_arrays(value: Any) -> Any:
+    """Return an array or tensor as a list (a number without dimensions), and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def is_token_id(value: Any) -> bool:
+    """Whether a value is an integer: Python's, numpy's, or in an array or tensor without dimensions."""
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _token_ids(ids: Any) -> list[int]:
+    ids = without_arrays(ids)
     if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
         if set(map(type, ids)) <= {int}:
             return list(ids)
-        if all(hasattr(token, "__index__") and not isinstance(token, bool) for token in ids):
+        if all(is_token_id(token) for token in ids):
             return [operator.index(token) for token in ids]  # numpy's integers, for one
-    elif hasattr(ids, "tolist"):
-        return _token_ids(ids.tolist())  # an array or tensor
     raise RequestError(f"a prompt must be {_FORMS}, got {ids!r:.80}", "prompt")

@@ -1,25 +1,27 @@
 """Stop strings in text that arrives piece by piece."""
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
     """Finds the first of several strings to be completed, and never lets part of it through before.
 
     The result does not depend on how the text is cut into pieces: the match that ends first wins, and of
-    those that end together the longest.
+    those that end together the longest. The work is linear in the text, however many strings there are.
 
     Args:
         stops: Non-empty strings.
         include: Whether the text that is let through ends with the match, or before it.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_stops")
+    __slots__ = ("_automaton", "_held", "_include", "_node")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
+        self._automaton = stop_automaton(tuple(stops))
         self._include = include
-        self._longest = max(map(len, stops), default=0)
+        self._node = 0
         self._held = ""
         """The end of the text so far: always the beginning of a stop string, or empty."""
 
@@ -32,12 +34,15 @@ class StopMatcher:
         if not delta:
             return "", None
         text = self._held + delta
-        if armed:
-            end, stop = self._first_match(text)
-            if stop is not None:
+        automaton, node = self._automaton, self._node
+        for place, character in enumerate(delta, len(self._held) + 1):
+            node = automaton.next(node, character)
+            stop = automaton.match[node]
+            if armed and stop is not None:
                 self._held = ""
-                return text[: end if self._include else end - len(stop)], stop
-        safe = len(text) - self._possible_start(text)
+                return text[: place if self._include else place - len(stop)], stop
+        self._node = node
+        safe = len(text) - automaton.open_length[node]
         self._held = text[safe:]
         return text[:safe], None
 
@@ -46,20 +51,63 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str | None]:
-        old = len(self._held)
-        first_end, first = len(text) + 1, None
-        for stop in self._stops:
-            # What ended within the held text was let pass, so the match must reach into what is new.
-            start = text.find(stop, max(0, old - len(stop) + 1), first_end - 1)
-            if start >= 0:
-                first_end, first = start + len(stop), stop
-        return first_end, first
 
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a stop string."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            for stop in self._stops:
-                if len(stop) > len(text) - start and stop.startswith(text[start:]):
-                    return len(text) - start
-        return 0
+class StopAutomaton:
+    """An Aho-Corasick automaton (Aho and Corasick, 1975): a trie of strings with links for what does not fit.
+
+    A node stands for the longest end of a text that begins one of the strings; node 0 for none.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.children: list[dict[str, int]] = [{}]
+        self.match: list[str | None] = [None]
+        """The longest string that ends at a node."""
+        self.open_length = [0]
+        """Length of the longest end of the text at a node that begins a string and is not all of it."""
+        self._fall = [0]
+        """The node of the longest proper end of a node's text."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def next(self, node: int, character: str) -> int:
+        """Return the node after one more character; over a whole text, at most two look-ups a character."""
+        while True:
+            following = self.children[node].get(character)
+            if following is not None:
+                return following
+            if node == 0:
+                return 0
+            node = self._fall[node]
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for depth, character in enumerate(stop, 1):
+            following = self.children[node].get(character)
+            if following is None:
+                following = self.children[node][character] = len(self.children)
+                self.children.append({})
+                self.match.append(None)
+                self.open_length.append(depth)
+                self._fall.append(0)
+            node = following
+        self.match[node] = stop
+
+    def _link(self) -> None:
+        """Set what a node takes over from the node it falls to, shorter texts first."""
+        waiting = deque(self.children[0].values())
+        while waiting:
+            node = waiting.popleft()
+            fall = self._fall[node]
+            self.match[node] = self.match[node] or self.match[fall]
+            if not self.children[node]:
+                self.open_length[node] = self.open_length[fall]
+            for character, child in self.children[node].items():
+                self._fall[child] = self.next(fall, character)
+                waiting.append(child)
+
+
+@lru_cache(maxsize=64)
+def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    """Return the automaton of some strings; the samples of a request and its like share one."""
+    return StopAutomaton(stops)

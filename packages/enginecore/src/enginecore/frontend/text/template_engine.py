@@ -30,6 +30,8 @@ class CompiledTemplate(NamedTuple):
     template: jinja2.Template
     reads_parts: bool
     """Whether it takes a message's content as a list of parts."""
+    knows_developer: bool
+    """Whether it compares with the role developer."""
 
 
 def compile_template(source: str) -> CompiledTemplate:
@@ -41,7 +43,9 @@ def compile_template(source: str) -> CompiledTemplate:
     environment = _environment()
     functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     template = environment.from_string(source, globals=functions)
-    return CompiledTemplate(template, _reads_content_parts(environment.parse(source)))
+    tree = environment.parse(source)
+    knows_developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
+    return CompiledTemplate(template, _reads_content_parts(tree), knows_developer)
 
 
 @lru_cache(maxsize=1)

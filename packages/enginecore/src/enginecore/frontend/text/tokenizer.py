@@ -74,7 +74,19 @@ class Tokenizer:
 
     def _role(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
+        return None if token is None else self.token_id(token)
+
+    def token_id(self, spelling: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it; None for an unknown one."""
+        return self._backend.token_to_id(spelling)
+
+    def spelling(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it; None for an unknown id."""
+        return self._backend.id_to_token(token_id) if token_id >= 0 else None
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return every token's id by its spelling."""
+        return self._backend.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; special tokens written in it become their ids.
