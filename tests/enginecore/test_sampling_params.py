@@ -47,7 +47,7 @@ from enginecore.sampling_params import SamplingParams
         ({"logit_bias": dict.fromkeys(range(16_385), 1)}, "logit_bias may hold at most 16384 token ids"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
         ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
-        ({"extra_args": {"a": object()}}, "extra_args must hold plain values"),
+        ({"extra_args": {"a": 1j}}, "extra_args must hold plain values"),
         ({"extra_args": {1: 2}}, "extra_args must map names"),
         (
             {"skip_reading_prefix_cache": False, "prompt_logprobs": 1},
