@@ -1,0 +1,111 @@
+"""Run each package's tests at the ends of what it says it works with, each in an environment of its own.
+
+    uv run python tools/test_matrix.py [PACKAGE …] [--python 3.11 3.13] [--ends oldest newest] [--plan]
+
+The ends are what uv's resolver makes of the package's pyproject.toml: the oldest and the newest version of
+all that it needs directly (numpy, torch, transformers …). Environments are made in a temporary folder and
+removed one by one; for torch each takes some gigabytes from the package index. It prints a table for
+CONTRIBUTING.md.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.11", "3.12", "3.13")
+ENDS = {"oldest": "lowest-direct", "newest": "highest"}
+SIBLINGS = {
+    "kvblocks": (),
+    "batchsched": ("kvblocks",),  # its tests run it with one memory that there is
+    "pagedattn": (),
+    "collectives": (),
+    "enginecore": ("kvblocks", "batchsched", "pagedattn", "collectives"),
+}
+"""The packages, and which others their tests import."""
+
+TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "psutil>=6.0")
+TOLD = ("numpy", "torch", "transformers")
+"""Of these the table tells the version."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One environment: a package, a Python, an end of its ranges."""
+
+    package: str
+    python: str
+    end: str
+
+    def run(self, folder: Path) -> str:
+        """Make the environment in `folder`, run the package's fast tests in it, and return its row."""
+        python = folder / "bin" / "python"
+        made = _uv("venv", "--quiet", "--python", self.python, str(folder))
+        if made.returncode:
+            print(made.stderr, file=sys.stderr)
+            return self._row("", f"no Python {self.python} here")
+        names = (*SIBLINGS[self.package], self.package)
+        folders = [str(ROOT / "packages" / name) for name in names]
+        resolution = ("--resolution", ENDS[self.end], "--only-binary", "numpy")
+        given = ("pip", "install", "--quiet", "--python", str(python), *resolution)
+        installed = _uv(*given, *folders, *TEST_TOOLS)
+        if installed.returncode:
+            print(installed.stderr, file=sys.stderr)
+            return self._row("", "could not be installed")
+        versions = _uv("pip", "freeze", "--python", str(python)).stdout
+        told = [line.replace("==", " ") for line in versions.splitlines() if line.split("==")[0] in TOLD]
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{self.package}"]
+        tests = _run(command)
+        if tests.returncode:
+            print(tests.stdout, tests.stderr, file=sys.stderr)
+        last = (tests.stdout.strip().splitlines() or ["no output"])[-1]
+        return self._row(", ".join(told), re.sub(r" in [0-9.]+s.*| ?=+ ?", "", last))
+
+    def _row(self, versions: str, outcome: str) -> str:
+        return f"| {self.package} | {self.python} | {self.end} | {versions} | {outcome} |"
+
+
+def _uv(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return _run(["uv", *arguments])
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    left_out = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def main() -> int:
+    """Run the cases that the command line names and print their table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all of the libraries")
+    parser.add_argument("--python", nargs="+", default=PYTHONS, help="default: %(default)s")
+    parser.add_argument("--ends", nargs="+", default=list(ENDS), choices=ENDS, help="default: %(default)s")
+    parser.add_argument("--plan", action="store_true", help="list the cases and run none")
+    options = parser.parse_args()
+    unknown = set(options.packages) - set(SIBLINGS)
+    if unknown:
+        parser.error(f"no package {', '.join(sorted(unknown))}; there are {', '.join(SIBLINGS)}")
+    cases = [Case(*each) for each in product(options.packages or SIBLINGS, options.python, options.ends)]
+    if options.plan:
+        print(*cases, sep="\n")
+        return 0
+    print("| package | Python | end | with | outcome |\n|---|---|---|---|---|", flush=True)
+    rows = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(case.run(Path(folder) / "environment"))
+        print(rows[-1], flush=True)
+    return 0 if all("passed" in row and "failed" not in row and "error" not in row for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
