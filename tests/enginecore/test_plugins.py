@@ -12,6 +12,7 @@ from enginecore import LLM, AsyncEngine, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import ConfigError, ModelError, OctavoError
 from enginecore.models import decoder_spec, register
+from enginecore.plugins import load
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "num_blocks_override": 16}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
@@ -59,7 +60,7 @@ def _families_as_before(monkeypatch):
 
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    for module in ("owls", "owls_for_octavo"):
+    for module in ("owls", "owls_for_octavo", "a_plug_in"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
@@ -131,3 +132,11 @@ def test_what_is_no_family_or_no_module_is_refused(owl, folder):
         register("OwlForCausalLM", "owls:owl")
     with pytest.raises(ConfigError, match="no_owls: there is no module no_owls"):
         LLM(owl[0], plugins=["no_owls"], **OPTIONS)
+
+
+def test_a_module_of_the_folder_hides_none_that_is_installed(tmp_path):
+    (tmp_path / "a_plug_in.py").write_text("here = True\n")
+    (tmp_path / "wave.py").write_text("raise RuntimeError('not that of the library')\n")
+    assert load("a_plug_in:here", str(tmp_path))
+    assert sys.path[-1] == str(tmp_path)
+    assert load("wave:Error", str(tmp_path)).__module__ == "wave"

@@ -60,8 +60,8 @@ def load_library() -> ctypes.CDLL:
         return _compile(compiler, path.parent, path)
     except OSError as error:
         logger.warning(
-            "the kernels of attention on the CPU are compiled anew by each process, since they cannot be "
-            "kept (%s); %s names a folder for them",
+            "the kernels of attention on the CPU are compiled anew by each process, as they cannot be kept "
+            "(%s); %s names a folder for them",
             error,
             CACHE_VARIABLE,
         )

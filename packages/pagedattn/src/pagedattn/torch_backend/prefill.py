@@ -126,7 +126,7 @@ def _explicit(
 ) -> torch.Tensor:
     """The same with materialised scores, for what the fused kernel has no option for."""
     kv_heads, group, count, head_dim = queries.shape
-    bias = torch.zeros(distance.shape, device=queries.device)
+    bias = torch.zeros(distance.shape, dtype=torch.float32, device=queries.device)
     bias.masked_fill_(~_visible(distance, options.window), -torch.inf)
     bias = bias.expand(1, group, -1, -1)
     if options.alibi_slopes is not None:

@@ -134,7 +134,9 @@ def _draw_from_candidates(
     scaled = (values - values[:, :1].clamp(min=LEAST)).div_(rows.temperature)
     scaled.masked_fill_(values < least, -torch.inf)
     bins = ids // BIN
-    masses = torch.zeros(len(values), -(-rows.logits.shape[1] // BIN), device=values.device)
+    masses = torch.zeros(
+        len(values), -(-rows.logits.shape[1] // BIN), dtype=torch.float32, device=values.device
+    )
     masses.scatter_add_(1, bins, scaled.exp())
     by_bin = masses.gather(1, bins).double().log_() + gumbel(rows.seeds, rows.positions, 0, bins)
     chosen = bins.gather(-1, by_bin.argmax(-1, keepdim=True))
@@ -162,7 +164,7 @@ def _weights(rows: _Rows, highest: torch.Tensor, least: torch.Tensor, width: int
     count, vocab = rows.logits.shape
     step = max(1, PASS_ELEMENTS // vocab)
     sums = -(-vocab // width)
-    weights = torch.zeros(min(step, count), sums * width, device=rows.logits.device)
+    weights = torch.zeros(min(step, count), sums * width, dtype=torch.float32, device=rows.logits.device)
     bounded = bool((least > -torch.inf).any())
     parts = []
     for start in range(0, count, step):

@@ -38,7 +38,9 @@ def _apply_row(logits: Tensor, sampling: RowSampling, generated: int, tokens: Te
         logits[sampling.stop_ids] = -torch.inf
     if params.logit_bias:
         ids = list(params.logit_bias)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        logits[ids] += torch.tensor(
+            list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device
+        )
 
 
 def _would_complete(word: list[int], generated: int, tokens: Tensor) -> bool:
