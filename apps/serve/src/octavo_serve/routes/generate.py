@@ -17,6 +17,9 @@ from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, read_body, server_of
 from octavo_serve.state import ServerState
 
+_EACH_WORD = 256
+"""Characters of a long text that take as long to tokenise as a word that is by itself."""
+
 
 class _Job(NamedTuple):
     """A body, ready to be run and answered."""
@@ -61,7 +64,7 @@ async def create_completion(http: HttpRequest) -> Response:
         server,
         head,
         body,
-        _requests(server, head, body, prompts, each),
+        _requests(server, head, body, prompts, each, await _bad_words(server, params)),
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
     ).response()
@@ -88,7 +91,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
         server,
         head,
         body,
-        _requests(server, head, body, [prompt], [params]),
+        _requests(server, head, body, [prompt], [params], await _bad_words(server, params)),
         lambda: ChatChunks(head, body, [prompt], vocabulary),
         lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
     ).response()
@@ -100,12 +103,20 @@ def _requests(
     body: openai.Body,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
+    bad_words: list[list[int]] | None,
 ) -> list[Request]:
     # Numbered, since two clients may choose the same id.
     return [
-        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0)
+        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words)
         for prompt, wanted in zip(prompts, params, strict=True)
     ]
+
+
+async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[int]] | None:
+    """Return the tokens of the bad words, each of which is tokenised by itself."""
+    words = params.bad_words
+    cost = sum(len(word) + _EACH_WORD for word in words)
+    return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
 
 
 async def _whole_answer(job: _Job) -> bytes:
