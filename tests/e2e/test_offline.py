@@ -93,7 +93,7 @@ def test_prompts(model):
 def test_batch(model):
     chat = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "stop": "STOP"}
     text = {"prompt": ["q", "e"], "temperature": 0, "max_tokens": 4}
-    long = {"prompt": "a", "max_tokens": 256}
+    long = {"prompt": "a" * 300}
     requests = [
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": text},

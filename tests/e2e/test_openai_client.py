@@ -114,6 +114,23 @@ def test_logprobs(client):
     assert [len(entry.top_logprobs) for entry in entries] == [1, 1, 1, 1]
 
 
+def test_logprobs_of_tokens_that_are_parts_of_characters(client):
+    """HC-94: candidates share the text U+FFFD, and several tokens are one character."""
+    asking = {"model": "tiny", "prompt": "qqqq", "max_tokens": 40, "temperature": 0, "logprobs": 5}
+    whole = client.completions.create(**asking).choices[0]
+    assert whole.text == "\N{HOT PEPPER}é语"
+    assert whole.logprobs.text_offset == [0, 0, 0, 0, 1, 1, 2, 2, 2, 3]
+    scores = zip(
+        whole.logprobs.tokens, whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True
+    )
+    for token, score, candidates in scores:
+        assert candidates[token] == score == max(candidates.values())
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**asking, stream=True)]
+    streamed = [chunk for chunk in chunks if chunk is not None]
+    assert [place for chunk in streamed for place in chunk.text_offset] == whole.logprobs.text_offset
+    assert [entry for chunk in streamed for entry in chunk.top_logprobs] == whole.logprobs.top_logprobs
+
+
 def test_scoring_a_prompt(client):
     answer = client.completions.create(model="tiny", prompt="abz", max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "abz"

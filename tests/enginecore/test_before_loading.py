@@ -34,7 +34,7 @@ def test_what_cannot_be_is_refused_before(options, message, without_weights):
 
 def test_weights_that_do_not_fit_are_refused_before(without_weights, monkeypatch):
     """320 * 64 * 2 numbers at the ends, 2 * (64 * (64 + 32 + 32 + 64 + 3 * 96) + 128) + 64 between them."""
-    monkeypatch.setattr(kv_sizing, "_free_memory", lambda: 300 << 10)
+    monkeypatch.setattr(kv_sizing, "free_memory", lambda: 300 << 10)
     with pytest.raises(ConfigError, match=r"the weights need 4\d\d\.\d KiB, and 300\.0 KiB is free"):
         LLM(str(without_weights), **OPTIONS)
 
@@ -42,7 +42,7 @@ def test_weights_that_do_not_fit_are_refused_before(without_weights, monkeypatch
 def test_weights_are_counted_before_the_cache_is_sized(tmp_path, monkeypatch):
     """Two fifths of what 10 MiB leave beside weights and rotary tables (512 * 16)."""
     path = save_random(llama_config(), tmp_path)
-    monkeypatch.setattr(kv_sizing, "_free_memory", lambda: 10 << 20)
+    monkeypatch.setattr(kv_sizing, "free_memory", lambda: 10 << 20)
     weights = 4 * (2 * 320 * 64 + 2 * (64 * (64 + 32 + 32 + 64 + 3 * 96) + 2 * 64) + 64 + 512 * 16)
     block = 2 * 2 * 2 * 16 * 16 * 4
     blocks = int(0.4 * ((10 << 20) - weights)) // block

@@ -621,6 +621,17 @@ def test_a_chat_may_ask_for_the_tokenizer_s_own_special_tokens(tokenizer_folders
     assert plain == tokenizer.encode("hi", add_special_tokens=False) != tokenizer.encode("hi")
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "stories"])
+def test_a_long_list_of_ids_becomes_the_text_of_all_of_them(
+    tokenizer_folders: dict[str, Path], kind: str
+) -> None:
+    tokenizer = load_tokenizer(ModelFiles("", tokenizer_folders[kind], {}))
+    assert tokenizer is not None
+    ids = tokenizer.encode("Once upon é a time 语 <s>" * 2000)
+    assert len(ids) > 3 * 4096
+    assert front(tokenizer).detokenize(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def test_a_model_without_template_still_completes(frontend: Frontend) -> None:
     with pytest.raises(RequestError, match="no chat template"):
         frontend.prepare_chat([{"role": "user", "content": "hi"}])

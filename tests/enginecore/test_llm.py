@@ -14,6 +14,7 @@ from checkpoints import Oracle, llama_config, save_random
 from enginecore import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import ConfigError, EngineDeadError, RequestError
+from enginecore.worker.models.decoder import Decoder
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -130,6 +131,32 @@ def test_logprobs_add_up(llm):
     assert output.prompt_logprobs[0] is None
     for entry, token in zip(output.prompt_logprobs[1:], b"bcd", strict=True):
         assert token in entry
+
+
+def test_prompt_logprobs_are_computed_in_pieces_of_max_num_seqs(model, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
+    prompt = {"prompt_token_ids": [index * 7 % 256 for index in range(50)]}
+    rows = []
+    logits = Decoder.logits
+
+    def counted(self, hidden):
+        rows.append(len(hidden))
+        return logits(self, hidden)
+
+    found = []
+    for most in (8, 64):
+        llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64, max_num_seqs=most)
+        with monkeypatch.context() as patched:
+            patched.setattr(Decoder, "logits", counted)
+            found.append(llm.generate(prompt, params)[0].prompt_logprobs)
+    assert rows == [8] * 6 + [1] + [1] + [49] + [1]
+    assert len(found[0]) == 50
+    oracle = Oracle(model).logits(prompt["prompt_token_ids"]).log_softmax(-1)
+    for pieces, whole, expected in zip(found[0][1:], found[1][1:], oracle, strict=False):
+        assert list(pieces) == list(whole)
+        assert [entry.rank for entry in pieces.values()] == [entry.rank for entry in whole.values()]
+        for token, entry in pieces.items():
+            assert entry.logprob == pytest.approx(expected[token].item(), abs=1e-3)
 
 
 def test_the_engine_steps(model):

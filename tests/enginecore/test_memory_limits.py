@@ -84,7 +84,7 @@ def test_without_limits_it_is_the_machine_s(member, monkeypatch):
 START = """
 import sys
 from enginecore import LLM
-print(LLM(sys.argv[1], device="cpu", dtype="float32").engine.limits.num_blocks)
+print(LLM(sys.argv[1], device="cpu", dtype="float32").llm_engine.limits.num_blocks)
 """
 
 SWAPPED = """

@@ -111,9 +111,9 @@ def test_the_order_is_the_policys(model):
 
 def test_a_policy_of_ones_own_may_look_at_priorities(model):
     params = SamplingParams(max_tokens=2)
-    engine = LLM(model, scheduling_policy="own_policies:Priorities", **OPTIONS).engine
+    engine = LLM(model, scheduling_policy="own_policies:Priorities", **OPTIONS).llm_engine
     engine.add_request("x", "abc", params, priority=3)
-    engine = LLM(model, **OPTIONS).engine
+    engine = LLM(model, **OPTIONS).llm_engine
     with pytest.raises(RequestError, match="priority has no effect"):
         engine.add_request("x", "abc", params, priority=3)
 

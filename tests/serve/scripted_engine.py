@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,9 +64,19 @@ class ScriptedFrontend:
         self.limits = LIMITS
         self.added_special_tokens = False
         self.sampling_defaults: dict[str, Any] = {}
+        self.detokenized_in: threading.Thread | None = None
+        self.tokenized_in: threading.Thread | None = None
 
     def require_tokenizer(self) -> ByteTokenizer:
         return self.tokenizer
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        self.detokenized_in = threading.current_thread()
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        self.tokenized_in = threading.current_thread()
+        return [self.tokenizer.encode(word, add_special_tokens=False) for word in params.bad_words]
 
     def prepare_prompt(
         self,

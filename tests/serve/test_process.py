@@ -277,6 +277,8 @@ def test_a_signal_before_the_server_starts_is_not_lost():
         (["--shutdown-timeout", "nan"], "shutdown_timeout must be finite"),
         (["--api-key", ""], "api_key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["serve", "one", "--model", "other"], "the model is named twice: one and --model other"),
+        (["serve", "m", "--trust-remote-code"], "trust_remote_code=true is not supported: no code"),
         (["--max-num"], "unrecognized arguments: --max-num"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
     ],

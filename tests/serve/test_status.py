@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from typing import Any, cast
 
 import httpx
@@ -166,3 +167,21 @@ async def test_detokenize(client):
     for tokens in ([-1], [320], [10**19], ["a"], None):
         response = await client.post("/detokenize", json={"tokens": tokens})
         assert response.json()["error"]["param"] == "tokens"
+
+
+async def test_a_long_list_of_ids_is_turned_into_text_beside_the_event_loop(client, engine):
+    response = await client.post("/detokenize", json={"tokens": [104] * 20_000})
+    assert response.json() == {"prompt": "h" * 20_000}
+    assert engine.frontend.detokenized_in not in (None, threading.current_thread())
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_many_bad_words_are_tokenised_beside_the_event_loop(client, engine, route):
+    asking = (
+        {"prompt": "a"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    words = [f"word{number}" for number in range(500)]
+    assert (await client.post(route, json={**asking, "bad_words": words})).status_code == 200
+    assert engine.frontend.tokenized_in not in (None, threading.current_thread())
+    [request] = engine.requests
+    assert request.bad_word_ids == [list(word.encode()) for word in words]

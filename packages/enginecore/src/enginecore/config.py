@@ -184,6 +184,8 @@ class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: str
     seed: int
+    hf_overrides: dict[str, Any] | None
+    generation_config: Literal["auto", "vllm"]
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -205,6 +207,7 @@ class EngineOptions(TypedDict, total=False):
     distributed_executor_backend: Literal["inproc", "mp", "ray"] | None
     distributed_timeout_seconds: float
     async_scheduling: bool | None
+    plugin_path: str
     plugins: Sequence[str]
     max_logprobs: int
     chat_template: str | None

@@ -18,6 +18,9 @@ from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, read_body, server_of
 from octavo_serve.state import ServerState
 
+_EACH_WORD = 256
+"""Characters of a long text that take as long to tokenise as a word that is by itself."""
+
 
 class _Job(NamedTuple):
     """A body, ready to be run and answered."""
@@ -63,7 +66,7 @@ async def create_completion(http: HttpRequest) -> Response:
         server,
         head,
         body,
-        _requests(server, head, body, prompts, each),
+        _requests(server, head, body, prompts, each, await _bad_words(server, params)),
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
         _record(http, head, body, prompts),
@@ -92,7 +95,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
         server,
         head,
         body,
-        _requests(server, head, body, [prompt], [params]),
+        _requests(server, head, body, [prompt], [params], await _bad_words(server, params)),
         lambda: ChatChunks(head, body, [prompt], vocabulary),
         lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
         _record(http, head, body, [prompt]),
@@ -105,10 +108,11 @@ def _requests(
     body: openai.Body,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
+    bad_words: list[list[int]] | None,
 ) -> list[Request]:
     # Numbered, since two clients may choose the same id.
     return [
-        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0)
+        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words)
         for prompt, wanted in zip(prompts, params, strict=True)
     ]
 
@@ -119,6 +123,13 @@ def _record(
     record = record_of(http)
     record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], body.samples)
     return record
+
+
+async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[int]] | None:
+    """Return the tokens of the bad words, each of which is tokenised by itself."""
+    words = params.bad_words
+    cost = sum(len(word) + _EACH_WORD for word in words)
+    return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
 
 
 async def _whole_answer(job: _Job) -> bytes:

@@ -1,6 +1,7 @@
 """GET /v1/models, and the routes on text: POST /tokenize and /detokenize."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -9,6 +10,9 @@ from starlette.responses import JSONResponse, Response
 from enginecore.errors import RequestError
 from enginecore.frontend import openai
 from octavo_serve.routes.requests import off_loop, read_body, server_of
+
+if TYPE_CHECKING:
+    from enginecore import Frontend
 
 
 class TokenizeBody(msgspec.Struct):
@@ -75,17 +79,23 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     server = server_of(request)
-    tokenizer = server.frontend.require_tokenizer()
-    fields = openai.decode(await read_body(request))
-    openai.model_name(fields, server.names)
+    frontend = server.frontend
+    frontend.require_tokenizer()
+    raw = await read_body(request)
+    return await off_loop(len(raw), lambda: _detokenized(raw, frontend, server.names))
+
+
+def _detokenized(raw: bytes, frontend: "Frontend", names: Sequence[str]) -> Response:
+    fields = openai.decode(raw)
+    openai.model_name(fields, names)
     tokens = openai.convert(fields, DetokenizeBody).tokens
-    limits = server.frontend.limits
     # A model may have more ids than its tokenizer; those stand for no text.
-    size = max(tokenizer.vocab_size, 0 if limits is None else limits.vocab_size)
-    beyond = [token for token in tokens if not 0 <= token < size]
-    if beyond:
-        raise RequestError(f"tokens holds {beyond[0]}, but the vocabulary ends at {size - 1}", "tokens")
-    return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+    limits = frontend.limits
+    size = max(frontend.require_tokenizer().vocab_size, 0 if limits is None else limits.vocab_size)
+    beyond = next((token for token in tokens if not 0 <= token < size), None)
+    if beyond is not None:
+        raise RequestError(f"tokens holds {beyond}, but the vocabulary ends at {size - 1}", "tokens")
+    return JSONResponse({"prompt": frontend.detokenize(tokens)})
 
 
 def _card(request: Request, name: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
         ConfigError: a plug-in or the policy cannot be had, before anything is started; or as `make_executor`.
         ModelError, EngineDeadError: as `make_executor`.
     """
-    import_all(config.plugins)
+    import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
     return EngineCore(config, make_executor(config, files), policy)
 
@@ -135,6 +135,7 @@ class EngineCore:
         self._clients.add(client)
         handle = client << _NUMBER_BITS | message.number
         sampling = message.sampling
+        salt = self._prefix_salt(handle, message)
         try:
             self._scheduler.add(
                 Request(
@@ -145,7 +146,7 @@ class EngineCore:
                     stop_ids=tuple(sampling.stop_ids),
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
-                    extra=self._prefix_salt(handle, message),
+                    extra=salt,
                     use_cache=_may_read_cache(sampling.params),
                 )
             )

@@ -21,17 +21,17 @@ def make_policy(config: EngineConfig) -> Policy:
             return TimeSlice(config.time_slice_tokens)
         case "shortest_first":
             return ShortestFirst()
-    return load_policy(config.scheduling_policy)
+    return load_policy(config.scheduling_policy, config.plugin_path)
 
 
-def load_policy(reference: str) -> Policy:
+def load_policy(reference: str, plugin_path: str = ".") -> Policy:
     """Return an instance of the policy class that `module:Class` names, made without arguments.
 
     Raises:
         ConfigError: there is no such class, it is no policy, or its constructor raises; the message has
             `reference`.
     """
-    found = load(reference)
+    found = load(reference, plugin_path)
     if not isinstance(found, type):
         raise ConfigError(f"{reference} is a {type(found).__name__}, not a class: name a policy's class")
     try:

@@ -19,6 +19,7 @@ from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
+from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
 from enginecore.frontend.text.hf_tokenizer import HFTokenizer
 from enginecore.frontend.text.prompts import encode_text, read_prompt
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
@@ -34,6 +35,9 @@ from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
 from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_PIECE = 4096
+"""Token ids to turn into text at once."""
 
 
 class Added(NamedTuple):
@@ -152,6 +156,26 @@ class Frontend:
             )
         return Prompt(text, ids, cache_salt)
 
+    def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Return the tokens of `params.bad_words`; many of them take a while.
+
+        Raises:
+            RequestError: one is no token.
+        """
+        if self.tokenizer is None:
+            return []
+        return [ids for word in params.bad_words for ids in bad_word_ids(word, self.tokenizer)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens written out. Other threads run meanwhile.
+
+        Raises:
+            RequestError: the model has no tokenizer.
+        """
+        detokenizer = IncrementalDetokenizer(self.require_tokenizer(), skip_special_tokens=False)
+        pieces = [detokenizer.push(ids[place : place + _PIECE]) for place in range(0, len(ids), _PIECE)]
+        return "".join(pieces) + detokenizer.flush()
+
     def add(self, request: Request, *, shorten: bool = False) -> Added:
         """Take a request; with `shorten`, a `max_tokens` that there is no room for is lowered to the room.
 
@@ -173,7 +197,9 @@ class Frontend:
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
-        bad_words = self._bad_words(params)
+        bad_words = request.bad_word_ids
+        if bad_words is None:
+            bad_words = self.bad_word_ids(params)
         stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]
         stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
         check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
@@ -187,7 +213,7 @@ class Frontend:
                 sampling=RowSampling(
                     params if sample.index == 0 else _without_prompt_logprobs(params),
                     stop_ids,
-                    bad_words,
+                    list(bad_words),
                     self._seed(params, sample.index),
                 ),
                 cache_salt=prompt.cache_salt,
@@ -229,11 +255,6 @@ class Frontend:
         except ConfigError as error:
             raise RequestError(str(error), "chat_template") from error
         return self._own_template
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        if self.tokenizer is None:
-            return []
-        return [ids for word in params.bad_words for ids in bad_word_ids(word, self.tokenizer)]
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is None:

@@ -1,5 +1,6 @@
 """One prompt to run: what every engine and the front-end take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from enginecore.sampling_params import SamplingParams
@@ -25,3 +26,5 @@ class Request:
     params: SamplingParams
     priority: int = 0
     """Lower runs first, under the priority policy."""
+    bad_word_ids: Sequence[list[int]] | None = None
+    """`params.bad_words` as `Frontend.bad_word_ids` gives them; None where nobody has asked it yet."""

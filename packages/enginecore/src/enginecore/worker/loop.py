@@ -40,7 +40,7 @@ def serve(settings: WorkerSettings, link: WorkerEnd, listener: socket.socket | N
 
 def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) -> Worker:
     config = settings.config
-    import_all(config.plugins)
+    import_all(config.plugins, config.plugin_path)
     device = pick_device(config.device, settings.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -24,6 +24,7 @@ from enginecore.worker.models.spec import DecoderSpec
 from enginecore.worker.models.stages import split_layers
 from enginecore.worker.runner.kv_sizing import CacheSize, cache_reason, cache_size, cpu_bytes, cuda_bytes
 from enginecore.worker.runner.runner import PendingOutput, Runner
+from enginecore.worker.sampling.sampler import position_logprobs
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
 from pagedattn import AttentionBatch, KVLayout, allocate, backend_name
 
@@ -274,6 +275,9 @@ def _peak_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     hidden = model(inputs, zeros, cache, batch)
     if model.last:
-        model.logits(hidden[: min(count, config.max_num_seqs)]).float().log_softmax(-1)
+        # As many rows as are sampled, or as a piece of a prompt's log probabilities has.
+        rows = min(count, config.max_num_seqs)
+        logprobs = model.logits(hidden[:rows]).float().log_softmax(-1)
+        position_logprobs(logprobs, zeros[:rows], config.max_logprobs)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)

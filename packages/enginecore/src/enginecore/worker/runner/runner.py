@@ -73,6 +73,7 @@ class Runner:
         self._cache = cache
         self._host_cache = host_cache
         self._block_size = cache.shape[-2]
+        self._max_rows = max_rows
         self._buffers = InputBuffers(max_rows, max_len, -(-max_len // self._block_size), cache.device)
         self._sampling = SamplingState(max_rows)
 
@@ -177,12 +178,18 @@ class Runner:
                 continue
             place = int(np.flatnonzero(inputs.order == index)[0])
             offset = int(inputs.query_starts[place]) - start
-            logits = self._model.logits(hidden[offset + first : offset + end])
             state.prompt_logprobs_done[row] = end
-            if self._tp.rank == 0:
-                logprobs = logits.float().log_softmax(-1)
-                actual = self._buffers.tokens[row, first + 1 : end + 1].long()
-                found[row] = position_logprobs(logprobs, actual, int(state.prompt_logprobs[row]))
+            pieces = []
+            # Never more logits at once than sampling has, which memory was measured with.
+            for begin in range(first, end, self._max_rows):
+                stop = min(begin + self._max_rows, end)
+                logits = self._model.logits(hidden[offset + begin : offset + stop])
+                if self._tp.rank == 0:
+                    actual = self._buffers.tokens[row, begin + 1 : stop + 1].long()
+                    logprobs = logits.float().log_softmax(-1)
+                    pieces.append(position_logprobs(logprobs, actual, int(state.prompt_logprobs[row])))
+            if pieces:
+                found[row] = PositionLogprobs(*map(np.concatenate, zip(*pieces)))
         return found
 
 
