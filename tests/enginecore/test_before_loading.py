@@ -46,4 +46,4 @@ def test_weights_are_counted_before_the_cache_is_sized(tmp_path, monkeypatch):
     weights = 4 * (2 * 320 * 64 + 2 * (64 * (64 + 32 + 32 + 64 + 3 * 96) + 2 * 64) + 64 + 512 * 16)
     block = 2 * 2 * 2 * 16 * 16 * 4
     blocks = int(0.4 * ((10 << 20) - weights)) // block
-    assert LLM(str(path), **OPTIONS).engine.limits.num_blocks == blocks
+    assert LLM(str(path), **OPTIONS).llm_engine.limits.num_blocks == blocks

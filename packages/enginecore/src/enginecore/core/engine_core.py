@@ -1,5 +1,6 @@
 """The engine core's loop: requests in, steps planned and run, tokens out. Knows no sockets and no text."""
 
+import itertools
 import logging
 import traceback
 from collections import deque
@@ -119,6 +120,7 @@ class EngineCore:
         self._counters = _Counters()
         self._clients: set[int] = set()
         self._stats_due = False
+        self._request_salts = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -135,7 +137,7 @@ class EngineCore:
         self._clients.add(client)
         handle = client << _NUMBER_BITS | message.number
         sampling = message.sampling
-        salt = self._prefix_salt(handle, message)
+        salt = self._prefix_salt(message)
         try:
             self._scheduler.add(
                 Request(
@@ -160,13 +162,13 @@ class EngineCore:
         else:
             self._unfinished[handle] = message
 
-    def _prefix_salt(self, handle: int, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
+    def _prefix_salt(self, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
         """Return what a request's prefix-cache keys depend on besides its tokens."""
         salt = () if message.cache_salt is None else (("salt", message.cache_salt.encode()),)
         limit = self.limits.dynamic_length
         if limit is not None and len(message.prompt) > limit:
             # Its keys are rotated by its own length: only it can use them again, after a preemption.
-            return (*salt, ("request", handle.to_bytes(8, "little", signed=True)))
+            return (*salt, ("request", next(self._request_salts).to_bytes(8, "little")))
         return salt
 
     def abort(self, client: int, numbers: list[int]) -> None:
