@@ -12,6 +12,8 @@ import pytest
 import successor_model
 from server_process import Server
 
+pytestmark = pytest.mark.slow
+
 LONG = [{"role": "user", "content": "a" * 300}]
 
 

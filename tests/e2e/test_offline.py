@@ -90,6 +90,7 @@ def test_prompts(model):
     )
 
 
+@pytest.mark.slow
 def test_batch(model):
     chat = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "stop": "STOP"}
     text = {"prompt": ["q", "e"], "temperature": 0, "max_tokens": 4}
@@ -118,6 +119,7 @@ def test_batch(model):
     assert "maximum context length is 256 tokens. However, your prompt is too long" in said
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line(model):
     done = offline(model, "--prompt", "a" * 300)
     assert (done.returncode, done.stdout) == (2, "")
@@ -127,6 +129,7 @@ def test_an_error_is_one_line(model):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_conversation_on_a_terminal(terminal):
     terminal.wait_for("> ")
     terminal.type("q\n")
@@ -177,6 +180,7 @@ def test_no_space_for_text_is_one_line(model):
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+@pytest.mark.slow
 def test_no_space_for_a_batch_is_one_line(model, tmp_path):
     given = str(write_batch(tmp_path / "in.jsonl", 6))
     done = offline(model, "--input", given, "--output", "/dev/full")

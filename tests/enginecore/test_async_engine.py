@@ -99,6 +99,7 @@ def test_leaving_early_aborts(model):
     assert with_engine(model, scenario, max_num_seqs=2) == 10
 
 
+@pytest.mark.slow
 def test_one_id_again_and_again(model):
     async def scenario(engine):
         for _ in range(50):
@@ -111,6 +112,7 @@ def test_one_id_again_and_again(model):
     assert with_engine(model, scenario)
 
 
+@pytest.mark.slow
 def test_bad_requests_are_refused_at_once(model):
     async def scenario(engine):
         for prompt in ("", [], [-1], [320], [1.5], {"text": "a"}, "x" * 600):
@@ -121,6 +123,7 @@ def test_bad_requests_are_refused_at_once(model):
     assert with_engine(model, scenario)
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_sent_leaves_nothing(model):
     params = SamplingParams(stop=["\ud800"])
 
@@ -161,6 +164,7 @@ def test_a_killed_core_fails_its_streams(model):
     assert with_engine(model, scenario) == (False, False)
 
 
+@pytest.mark.slow
 def test_a_core_ends_with_its_parent(model):
     script = f"""
 import asyncio, sys, time
@@ -181,6 +185,7 @@ asyncio.run(main())
     core.wait(timeout=5)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_load(tmp_path, model):
     async def scenario():
         engine = AsyncEngine(make_config({"model": str(tmp_path / "none")}))

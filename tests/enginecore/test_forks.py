@@ -14,6 +14,8 @@ from enginecore import AsyncEngine, SamplingParams
 from enginecore.config import make_config
 from enginecore.errors import ForkError
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 

@@ -353,6 +353,7 @@ print(last[-1].outputs[0].token_ids, last[-1].finished)
 """
 
 
+@pytest.mark.slow
 def test_no_output_is_lost_to_ctrl_c(model):
     """Every step is interrupted, the last one too; its output is returned by the call after it."""
     done = subprocess.run(

@@ -92,6 +92,7 @@ mount --bind "$1" /sys/fs/cgroup && mount --bind "$2" /proc/$$/cgroup && exec "$
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs to mount over /sys/fs/cgroup"
 )

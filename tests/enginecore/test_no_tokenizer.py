@@ -3,6 +3,7 @@
 import asyncio
 
 import httpx
+import pytest
 
 from checkpoints import llama_config, save_random
 from enginecore import AsyncEngine
@@ -13,6 +14,7 @@ from octavo_serve.config import ServeConfig
 IDS = [20, 30, 41, 57]
 
 
+@pytest.mark.slow
 def test_over_http(tmp_path, caplog):
     path = save_random(llama_config(), tmp_path)
     config = make_config({"model": str(path), "dtype": "float32", "device": "cpu", "num_blocks_override": 16})

@@ -83,12 +83,14 @@ def test_a_registered_family_runs_in_this_process(owl, folder, monkeypatch):
     assert tokens(path) == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}])
 def test_a_plugin_runs_in_workers(options, owl, folder):
     path, answer = owl
     assert tokens(path, plugins=["owls_for_octavo"], **options) == answer
 
 
+@pytest.mark.slow
 def test_a_plugin_runs_in_a_core_process(owl, folder):
     path, answer = owl
 
@@ -108,6 +110,7 @@ def test_a_plugin_runs_in_a_core_process(owl, folder):
         asyncio.run(scenario("owls_for_octawo"))
 
 
+@pytest.mark.slow
 def test_an_entry_point_runs_without_any_option(owl, folder, monkeypatch):
     """As `pip install` leaves it: a module, and a folder that describes the distribution."""
     path, answer = owl

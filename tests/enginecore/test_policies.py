@@ -129,6 +129,7 @@ def test_a_policy_that_fails_later_ends_the_engine_with_its_message(model):
         assert str(told.value) == said
 
 
+@pytest.mark.slow
 def test_in_a_core_process(model, capfd):
     async def scenario(policy, count):
         engine = AsyncEngine(make_config({"model": model, "scheduling_policy": policy, **OPTIONS}))

@@ -55,6 +55,7 @@ def test_a_path_too_long_for_sockets_is_passed_over(long_temporary):
     assert list(long_temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_engine_of_several_processes_where_that_path_is_too_long(long_temporary, tmp_path):
     path = save_random(llama_config(), tmp_path / "model")
     byte_tokenizer.save(path)

@@ -37,6 +37,7 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(processes.Path("/proc/driver/nvidia").exists(), reason="torch counts the devices")
 def test_a_core_of_several_workers_needs_no_torch(model):
     result = subprocess.run(
@@ -46,6 +47,7 @@ def test_a_core_of_several_workers_needs_no_torch(model):
     assert "Gloo" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_core_logs_what_its_front_end_logs(model, monkeypatch, capfd):
     """One line a rank and stage of starting, on standard error, and nothing of gloo's."""
     monkeypatch.setattr(logging.getLogger("enginecore"), "level", logging.INFO)

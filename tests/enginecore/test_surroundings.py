@@ -10,6 +10,8 @@ import pytest
 
 import successor_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "a"
 ANSWER = "bcSTOPzz"
 """What M-succ answers to it."""

@@ -122,6 +122,7 @@ print(json.dumps([here, torch.get_num_threads(), children]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "added"),
     [
@@ -156,6 +157,7 @@ print(torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 1)])
 def test_where_torch_is_loaded_only_the_number_is_lowered_and_a_line_says_so(before, after):
     program = LOADED_BEFORE.format(before=before)
@@ -179,6 +181,7 @@ print(os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"], sys.modules["
 """
 
 
+@pytest.mark.slow
 def test_an_engine_in_the_caller_s_process_sets_them_before_torch_is_loaded(model):
     done = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS, str(model)],
@@ -221,6 +224,7 @@ asyncio.run(start())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "5"}])
 def test_core_and_workers_set_them_before_torch_is_loaded(model, tmp_path, ranks, given):
