@@ -153,5 +153,5 @@ def _report(counts: "Counts", more: str = "") -> None:
 
 
 def _discard_standard_output() -> None:
-    """What is still buffered must not fail again at exit."""
+    """Point standard output at nothing, so that what is still buffered does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
