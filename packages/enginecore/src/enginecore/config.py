@@ -79,6 +79,30 @@ class EngineConfig:
     expert_placement: str | None = option(
         None, "JSON file that says which ranks hold which experts; default: each on one, evenly"
     )
+    data_parallel_size: int = option(1, "ranks, each a whole engine, that share the requests")
+    data_parallel_size_local: int | None = option(None, "ranks that this server runs; default: all")
+    data_parallel_start_rank: int | None = option(
+        None, "first rank of this server, where several servers share the ranks"
+    )
+    data_parallel_rank: int | None = option(
+        None, "the one rank that this server runs, where each has a server and a port of its own"
+    )
+    data_parallel_routing: Literal["load", "prefix"] = option(
+        "load",
+        "the rank of a request: the least loaded; or among those not busy the one that has most of its prefix cached",
+    )
+    coordinator: str | None = option(
+        None, "host:port of the octavo-coordinator of several servers; default: one is started"
+    )
+    coordinator_key: str | None = option(None, "file with the key that octavo-coordinator wrote")
+    max_rank_restarts: int = option(
+        5, "times in 5 minutes that a rank which dies before 100 steps is started again; 0: no rank ever is"
+    )
+    step_timeout: float | None = option(
+        None,
+        "seconds without progress after which a rank is killed and started again; "
+        "default: 10 times its longest step, at least 60",
+    )
     distributed_executor_backend: Literal["inproc", "mp", "ray"] | None = option(
         None,
         "where workers run; default: inproc with one rank, mp (processes of this host) with several; "
@@ -127,6 +151,15 @@ class EngineConfig:
         self._check_parallel()
 
     @property
+    def local_ranks(self) -> range:
+        """Ranks that this server, or this engine, runs."""
+        if self.data_parallel_rank is not None:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        start = self.data_parallel_start_rank or 0
+        count = self.data_parallel_size_local
+        return range(start, start + count if count is not None else self.data_parallel_size)
+
+    @property
     def world_size(self) -> int:
         """Ranks, each of them a worker, that one engine core drives."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -147,6 +180,7 @@ class EngineConfig:
                 f"distributed_timeout_seconds must be more than 0 and at most {_LONGEST_TIMEOUT}, "
                 f"got {self.distributed_timeout_seconds}"
             )
+        self._check_data_parallel()
         if self.world_size == 1:
             return
         if self.distributed_executor_backend == "inproc":
@@ -158,6 +192,33 @@ class EngineConfig:
             raise ConfigError(
                 f"device={self.device} is one device, and {self.world_size} ranks need one each: "
                 "use device=cuda"
+            )
+
+    def _check_data_parallel(self) -> None:
+        size, ranks = self.data_parallel_size, self.local_ranks
+        if self.data_parallel_rank is not None and (
+            self.data_parallel_start_rank is not None or self.data_parallel_size_local is not None
+        ):
+            raise ConfigError(
+                "data_parallel_rank is the one rank of this server: leave data_parallel_start_rank and "
+                "data_parallel_size_local out"
+            )
+        if ranks.start < 0 or ranks.stop > size:
+            raise ConfigError(
+                f"data_parallel_size={size} has ranks 0 to {size - 1}, and this server is to run "
+                f"{ranks.start} to {ranks.stop - 1}"
+            )
+        if len(ranks) < size and self.coordinator is None:
+            raise ConfigError(
+                f"this server runs {len(ranks)} of {size} ranks: give coordinator=host:port, the address of "
+                "the octavo-coordinator that all servers share"
+            )
+        if (self.coordinator is None) != (self.coordinator_key is None):
+            raise ConfigError("coordinator and coordinator_key are given together")
+        if self.step_timeout is not None and not 0 < self.step_timeout <= _LONGEST_TIMEOUT:
+            raise ConfigError(
+                f"step_timeout must be more than 0 and at most {_LONGEST_TIMEOUT} seconds, "
+                f"got {self.step_timeout}"
             )
 
 
@@ -172,6 +233,9 @@ _AT_LEAST = {
     "num_blocks_override": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "data_parallel_size_local": 1,
+    "max_rank_restarts": 0,
     "max_logprobs": -1,
 }
 
@@ -204,6 +268,15 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int
     enable_expert_parallel: bool
     expert_placement: str | None
+    data_parallel_size: int
+    data_parallel_size_local: int | None
+    data_parallel_start_rank: int | None
+    data_parallel_rank: int | None
+    data_parallel_routing: Literal["load", "prefix"]
+    coordinator: str | None
+    coordinator_key: str | None
+    max_rank_restarts: int
+    step_timeout: float | None
     distributed_executor_backend: Literal["inproc", "mp", "ray"] | None
     distributed_timeout_seconds: float
     async_scheduling: bool | None

@@ -45,6 +45,13 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     """Tokens that were generated before, elsewhere: the request is resumed after them."""
     cache_salt: str | None = None
     priority: int = 0
+    age: float = 0.0
+    """Seconds since the request came to the front-end."""
+    counted: bool = False
+    """Whether its prompt has run before, elsewhere, and been counted there."""
+    alone: bool = False
+    """Whether it has been in two steps that ended a core: it runs in steps of its own until it has shown
+    that it does no harm."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):

@@ -40,7 +40,6 @@ class VLLMOptions:
     task: str | None = _taken("models generate", "auto", "generate")
     skip_tokenizer_init: bool | None = _taken("the tokenizer is loaded where there is one", False)
     enable_lora: bool | None = _taken("there are no adapters", False)
-    data_parallel_size: int | None = _taken("there is one replica", 1)
     cpu_offload_gb: float | None = _taken("weights stay on the device", 0.0)
 
     def __post_init__(self) -> None:
