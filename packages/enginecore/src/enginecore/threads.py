@@ -18,7 +18,7 @@ from enginecore.cgroups import ROOT, groups, read_number
 
 logger = logging.getLogger(__name__)
 
-SPINS = 1000
+SPINS = 800
 """Iterations of the runtime's wait before a thread sleeps."""
 
 _COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
