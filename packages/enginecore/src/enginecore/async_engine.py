@@ -1,12 +1,19 @@
-"""An engine whose core runs in a process of its own, for asyncio programs. Needs no torch."""
+"""An engine whose cores run in processes of their own, for asyncio programs. Needs no torch."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Protocol
 
 from enginecore.config import EngineConfig
-from enginecore.core.client import CoreClient, CoreProcess
-from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
+from enginecore.core.board import Board
+from enginecore.core.supervisor import RankSupervisor
+from enginecore.data_parallel.dispatch import Dispatcher
+from enginecore.data_parallel.messages import CoordinatorAddress
+from enginecore.errors import EngineDeadError, ModelError, OctavoError, RequestAbortedError
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.output_processor import RequestState
@@ -14,7 +21,7 @@ from enginecore.frontend.request import Request
 from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput
-from enginecore.messages import AbortRequests, EngineLimits, EngineStats, Failed, Outputs, ResetPrefixCache
+from enginecore.messages import EngineLimits, EngineStats, Outputs, RankEvent, ResetPrefixCache
 from enginecore.metrics import PREFIX, Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
@@ -25,18 +32,44 @@ logger = logging.getLogger(__name__)
 _SHUT_DOWN = "the engine was shut down"
 
 
-class AsyncEngine:
-    """An engine whose core runs in a process of its own.
+class RankSource(Protocol):
+    """Who keeps the ranks alive, as an engine sees it: `RankSupervisor`, or a pipe from its process."""
 
-    The constructor returns at once, while the core loads the model; `ready` waits for it. Everything else is
-    to be called from one event loop, in the process that made it: after a fork, calls in the child raise
-    ForkError.
+    boards: dict[int, Path]
+    """Path of each rank's board."""
+    coordinator: CoordinatorAddress | None
+    """Where to learn the ranks' loads; None with one rank."""
+
+    def listen(self, listener: Callable[[RankEvent], None]) -> None:
+        """Call `listener`, from another thread, with each event, those so far included."""
+        ...
+
+    def stop(self) -> None:
+        """Need the ranks no more; who started them ends them."""
+        ...
+
+
+class AsyncEngine:
+    """An engine whose cores, one for each data-parallel rank, run in processes of their own.
+
+    The constructor returns at once, while the cores load the model; `ready` waits for it. A rank that ends is
+    started again, and its requests go on where they were, there or on another rank. Everything else is to be
+    called from one event loop, in the process that made it: after a fork, calls in the child raise ForkError.
     """
 
     def __init__(
-        self, config: EngineConfig, *, name: str | None = None, metrics_prefix: str = PREFIX
+        self,
+        config: EngineConfig,
+        *,
+        name: str | None = None,
+        metrics_prefix: str = PREFIX,
+        ranks: RankSource | None = None,
+        number: int = 0,
     ) -> None:
         """`name` is what metrics call the model; its path or id when left out.
+
+        `ranks` are started and kept alive elsewhere; without them the engine does so itself. `number` is this
+        front-end's among those that share them.
 
         Raises:
             ConfigError: a metric's name cannot begin with `metrics_prefix`.
@@ -44,30 +77,48 @@ class AsyncEngine:
         self._made_here = MadeHere()
         self.config = config
         self.metrics = Metrics(name or config.model, metrics_prefix)
-        self.stats = EngineStats()
         self.error: str | None = None
+        """Why the engine has ended; None while it runs."""
         self.frontend: Frontend | None = None
         self.streams: set[RequestStream] = set()
         """Streams of which some request has not finished."""
         self._unfinished: dict[str, tuple[RequestState, RequestStream]] = {}
-        self._process = CoreProcess(config)
-        self._client: CoreClient | None = None
+        self._number = number
+        self._ranks: RankSource = ranks or RankSupervisor(config)
+        self._boards: dict[int, Board] = {}
+        self._dispatcher: Dispatcher | None = None
         self._starting: asyncio.Task[EngineLimits] | None = None
-        self._reading: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
-        return self._client is not None and self.error is None and not self._stopping
+        """Whether some rank runs requests now."""
+        return self._dispatcher is not None and bool(self._dispatcher.up) and not self._stopping
 
     @property
-    def core_pid(self) -> int:
-        """Process id of the engine core."""
-        return self._process.pid
+    def takes_requests(self) -> bool:
+        """Whether requests are taken; while no rank is up they wait for one."""
+        return self.frontend is not None and self.error is None and not self._stopping
+
+    @property
+    def ranks_down(self) -> dict[int, str]:
+        """Ranks that have ended, and why: they are being started again, or are given up."""
+        return {} if self._dispatcher is None else self._dispatcher.down
+
+    @property
+    def stats(self) -> EngineStats:
+        """The state of all ranks of this host together."""
+        return reduce(add, self.rank_stats().values(), EngineStats())
+
+    def rank_stats(self) -> dict[int, EngineStats]:
+        """Return the state of each rank of this host; counters count from the first start of each."""
+        for rank, path in self._ranks.boards.items():
+            if rank not in self._boards and path.exists():
+                self._boards[rank] = Board(path)
+        return {rank: board.stats() for rank, board in self._boards.items()}
 
     async def ready(self) -> EngineLimits:
-        """Wait until the model is loaded and return its limits.
+        """Wait until the model is loaded, on all ranks, and return its limits.
 
         Raises:
             OctavoError: it could not be loaded; the message says why in one line.
@@ -90,7 +141,7 @@ class AsyncEngine:
             RequestError: one of them cannot be run as asked.
             EngineDeadError: the engine has ended or is not ready yet.
         """
-        client, frontend = self._running()
+        dispatcher, frontend = self._running()
         added = []
         try:
             for request in requests:
@@ -104,8 +155,7 @@ class AsyncEngine:
         self._unfinished |= {taken.state.request.request_id: (taken.state, stream) for taken in added}
         try:
             for taken in added:
-                for message in taken.messages:
-                    client.send(message)
+                dispatcher.send(taken.messages)
         except BaseException:
             self._abort_stream(stream)
             raise
@@ -136,8 +186,8 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request uses."""
-        client, _ = self._running()
-        client.send(ResetPrefixCache())
+        dispatcher, _ = self._running()
+        dispatcher.broadcast(ResetPrefixCache())
 
     @property
     def num_unfinished(self) -> int:
@@ -145,116 +195,36 @@ class AsyncEngine:
         return len(self._unfinished)
 
     async def shutdown(self) -> None:
-        """End the core; unfinished streams fail. In a fork, whose core it is not, do nothing."""
+        """End the cores; unfinished streams fail. In a fork, whose cores they are not, do nothing."""
         if not self._made_here:
             return
         self._stopping = True
         self._fail_all(_SHUT_DOWN)
-        for task in (self._reading, self._starting):
-            if task is not None:
-                task.cancel()
-        await asyncio.to_thread(self._process.stop)
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self._starting is not None:
+            self._starting.cancel()
+        await asyncio.to_thread(self._ranks.stop)
+        if self._dispatcher is not None:
+            self._dispatcher.close()
         self.metrics.stopped()
 
     async def _start(self) -> EngineLimits:
+        loop = asyncio.get_running_loop()
         try:
-            frontend, limits = await asyncio.gather(
-                asyncio.to_thread(self._load_frontend), asyncio.to_thread(self._process.wait_ready)
-            )
+            frontend = await asyncio.to_thread(self._load_frontend)
+            dispatcher = Dispatcher(self.config, frontend, self._ranks, self._number)
+            dispatcher.on_outputs = self._deliver
+            self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))
+            limits = await dispatcher.ready()
         except OctavoError as error:
             self.error = str(error)
-            await asyncio.to_thread(self._process.stop)
+            await asyncio.to_thread(self._ranks.stop)
             raise
-        frontend.limits = limits
         self.frontend = frontend
+        self._dispatcher = dispatcher
         self.metrics.loaded(self.config, limits)
-        self._client = CoreClient(self._process.address)
-        self._reading = asyncio.create_task(self._read())
-        self._reading.add_done_callback(self._on_reading_end)
-        loop = asyncio.get_running_loop()
-        self._process.watch(lambda reason: _call_soon(loop, self._on_end, reason))
+        dispatcher.on_end = self._on_end
         return limits
 
     def _load_frontend(self) -> Frontend:
         files = locate(self.config.model, self.config.revision, self.config.hf_overrides)
-        return Frontend(self.config, files, load_tokenizer(files, self.config.tokenizer))
-
-    async def _read(self) -> None:
-        client, frontend = self._running()
-        while True:
-            message = await client.receive()
-            if isinstance(message, Outputs):
-                self._deliver(message, client, frontend)
-            elif isinstance(message, Failed):
-                self._on_end(message.message)
-
-    def _deliver(self, outputs: Outputs, client: CoreClient, frontend: Frontend) -> None:
-        if outputs.stats is not None:
-            self.stats = outputs.stats
-        processed = frontend.process(outputs)
-        if processed.stopped:
-            client.send(AbortRequests(processed.stopped))
-        self.metrics.record(outputs, processed.changed)
-        for state in processed.changed:
-            _, stream = self._unfinished[state.request.request_id]
-            if state.has_output:
-                stream.notify(state)
-            if state.finished:
-                del self._unfinished[state.request.request_id]
-            if stream.num_unfinished == 0:
-                self.streams.discard(stream)
-
-    def _abort_stream(self, stream: RequestStream) -> None:
-        """Tell the core to drop what has not finished of a stream, without waiting."""
-        self.streams.discard(stream)
-        for state in stream.states:
-            request_id = state.request.request_id
-            if self._unfinished.get(request_id) != (state, stream):
-                continue
-            del self._unfinished[request_id]
-            self.metrics.ended_early(state, "abort")
-            numbers = [] if self.frontend is None else self.frontend.abort(request_id)
-            if numbers and self._client is not None and self.error is None:
-                self._client.send(AbortRequests(numbers))
-
-    def _running(self) -> tuple[CoreClient, Frontend]:
-        self._made_here.check()
-        if self.error is not None:
-            raise EngineDeadError(self.error)
-        if self._stopping:
-            raise EngineDeadError(_SHUT_DOWN)
-        if self._client is None or self.frontend is None:
-            raise EngineDeadError("the engine is not ready")
-        return self._client, self.frontend
-
-    def _on_reading_end(self, reading: asyncio.Task[None]) -> None:
-        if not reading.cancelled() and reading.exception() is not None:
-            logger.error("reading from the engine failed", exc_info=reading.exception())
-            self._on_end(f"reading from the engine failed: {reading.exception()}")
-
-    def _on_end(self, reason: str) -> None:
-        if self._stopping or self.error is not None:
-            return
-        logger.error("%s", reason)
-        self.error = reason
-        self.metrics.stopped()
-        self._fail_all(reason)
-
-    def _fail_all(self, reason: str) -> None:
-        for request_id, (state, _) in self._unfinished.items():
-            if self.frontend is not None:
-                self.frontend.abort(request_id)
-            self.metrics.ended_early(state, "abort" if self._stopping else "error")
-        self._unfinished.clear()
-        streams, self.streams = self.streams, set()
-        for stream in streams:
-            stream.fail(EngineDeadError(reason))
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[str], None], argument: str) -> None:
-    # The process is watched from a thread, which may outlive the loop.
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback, argument)
+        return Frontend(self.config, files, load_tokenizer(files, self.config.tokenizer), number=self._number)

@@ -64,11 +64,7 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True
     """Front-end to core: forget cached prefixes that no request uses."""
 
 
-class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """Front-end to core: announce this front-end; answered with `EngineLimits`."""
-
-
-FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | Hello
+FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache
 
 
 class PositionLogprobs(NamedTuple):
@@ -102,21 +98,44 @@ class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     """Prompt tokens beyond which keys depend on the prompt's length (dynamic NTK scaling); None: never."""
     dtype: str = ""
     """Type of weights and activations."""
+    lockstep: bool = False
+    """Whether the rank shares experts with others, all of which run each step together."""
+
+
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets in which steps are counted by their tokens."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """The core's state after a step; counters count from its start."""
+    """An engine's state after a step, or the sum of several engines'; counters count from its start."""
 
     running: int = 0
     waiting: int = 0
-    kv_cache_usage: float = 0.0
+    free_blocks: int = 0
+    num_blocks: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    step_tokens: int = 0
-    """Tokens that the last step ran."""
+    ran_tokens: int = 0
+    """Tokens that steps ran, prompts' and generated ones."""
+    step_buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
+    """Steps by their tokens: those up to each of STEP_BOUNDS, above the one before; the last are larger."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache blocks in use, 0 to 1."""
+        return 1 - self.free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def __add__(self, other: "EngineStats") -> "EngineStats":
+        totals = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__struct_fields__
+            if name != "step_buckets"
+        }
+        buckets = [a + b for a, b in zip(self.step_buckets, other.step_buckets, strict=True)]
+        return EngineStats(**totals, step_buckets=buckets)
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -137,13 +156,57 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """By number, at consecutive prompt positions from the second on; may come in several pieces."""
     errors: dict[int, str] = {}
     """Requests that the core refused."""
-    stats: EngineStats | None = None
+
+    @classmethod
+    def empty(cls) -> "Outputs":
+        """Return outputs of no request."""
+        return cls(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int8))
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """Core to front-end: the core cannot go on; `message` says why in one line."""
+CoreMessage = Outputs
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """Core to who started it: the model is loaded."""
+
+    limits: EngineLimits
+    pids: list[int] = []
+    """Of the workers on this host that are processes of their own."""
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """Core to who started it: it cannot go on; `message` says why in one line."""
 
     message: str
 
 
-CoreMessage = Outputs | EngineLimits | Failed
+class RankUp(msgspec.Struct, tag="up"):
+    """Supervisor to front-end: a rank takes requests."""
+
+    rank: int
+    incarnation: int
+    address: str
+    """ZMQ endpoint, another one each time that the rank is started."""
+    limits: EngineLimits
+
+
+class RankDown(msgspec.Struct, tag="down"):
+    """Supervisor to front-end: a rank has ended with all that was in it; it is started again."""
+
+    rank: int
+    incarnation: int
+    reason: str
+    suspects: list[tuple[int, int]] = []
+    """Front-end and number of each request in the steps under way at its end."""
+    alone: bool = False
+    """Whether that was a trial of one request."""
+
+
+class RankOut(msgspec.Struct, tag="out"):
+    """Supervisor to front-end: a rank is not started again; `reason` says why in one line."""
+
+    rank: int
+    reason: str
+
+
+RankEvent = RankUp | RankDown | RankOut

@@ -2,7 +2,9 @@
 
 import itertools
 import logging
+import time
 import traceback
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -25,11 +27,13 @@ from batchsched import (
     Swap,
 )
 from enginecore.config import EngineConfig
+from enginecore.core.board import Board
+from enginecore.core.identity import NUMBER_BITS, NUMBER_MASK
 from enginecore.core.policies import make_policy
 from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
-from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
+from enginecore.messages import STEP_BOUNDS, AddRequest, EngineStats, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
 from enginecore.sampling_params import SamplingParams
@@ -37,17 +41,13 @@ from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-_NUMBER_BITS = 40
-"""A request's handle is its client above this bit and the client's own number below it."""
-_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
-
 _NO_LOGITS = "the model's logits are NaN or infinite: its weights are damaged, or too large for its dtype"
 
 _Logprobs = list[tuple[int, PositionLogprobs]]
 """By handle."""
 
 
-def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
+def start_core(config: EngineConfig, files: ModelFiles, board: Board | None = None) -> "EngineCore":
     """Import plug-ins, start the workers, and return a core once they are ready.
 
     Raises:
@@ -56,14 +56,23 @@ def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
     """
     import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
-    return EngineCore(config, make_executor(config, files), policy)
+    return EngineCore(config, make_executor(config, files), policy, board)
 
 
 class _Counters:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.step_tokens = 0
+        self.ran_tokens = 0
+        self.step_buckets = [0] * (len(STEP_BOUNDS) + 1)
+
+
+class _StepUnderWay(NamedTuple):
+    plan: StepPlan
+    handles: NDArray[np.int64]
+    """[n]: of the plan's rows."""
+    started: float
+    """Seconds of the monotonic clock."""
 
 
 class _StepResults(NamedTuple):
@@ -75,6 +84,13 @@ class _StepResults(NamedTuple):
     logprobs: _Logprobs
     prompt_logprobs: _Logprobs
 
+    def clients(self) -> set[int]:
+        """Return the clients that some of it is for."""
+        clients = set(np.unique(self.committed.handles >> NUMBER_BITS).tolist())
+        clients.update(handle >> NUMBER_BITS for handle in self.scheduled)
+        clients.update(handle >> NUMBER_BITS for handle, _ in self.prompt_logprobs)
+        return clients
+
 
 class EngineCore:
     """Schedules the requests of any number of clients over one executor.
@@ -85,8 +101,16 @@ class EngineCore:
     EngineDeadError, whose `__cause__` leads to the first error.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        policy: Policy | None = None,
+        board: Board | None = None,
+    ) -> None:
+        """`board` is where other processes see each step before it starts, and its end."""
         self._executor = executor
+        self._board = board
         self.limits = limits = executor.limits
         self._memory = PagedMemory(
             num_blocks=limits.num_blocks,
@@ -111,21 +135,19 @@ class EngineCore:
         )
         self.error: EngineDeadError | None = None
         """Why the engine has ended; None while it runs."""
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[_StepUnderWay] = deque()
         self._sampled: list[tuple[StepPlan, np.ndarray]] = []
         """What was sampled since the last step was submitted, where the first stage does not know it."""
         self._unfinished: dict[int, AddRequest] = {}
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
         self._refused: dict[int, dict[int, str]] = {}
         self._counters = _Counters()
-        self._clients: set[int] = set()
-        self._stats_due = False
         self._request_salts = itertools.count()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
-        return bool(self._in_flight or self._refused or self._stats_due) or self._scheduler.has_unfinished
+        return bool(self._in_flight or self._refused) or self._scheduler.has_unfinished
 
     def add(self, client: int, message: AddRequest) -> None:
         """Take a request; one that can never run is answered with an error by the next `step`.
@@ -134,8 +156,7 @@ class EngineCore:
             EngineDeadError: the engine has ended.
         """
         self.require_alive()
-        self._clients.add(client)
-        handle = client << _NUMBER_BITS | message.number
+        handle = client << NUMBER_BITS | message.number
         sampling = message.sampling
         salt = self._prefix_salt(message)
         try:
@@ -174,10 +195,15 @@ class EngineCore:
     def abort(self, client: int, numbers: list[int]) -> None:
         """Forget requests; numbers that have ended already are passed over."""
         for number in numbers:
-            handle = client << _NUMBER_BITS | number
+            handle = client << NUMBER_BITS | number
             if self._unfinished.pop(handle, None) is not None:
                 self._scheduler.abort(handle)
-                self._stats_due = True
+
+    def forget(self, client: int) -> None:
+        """Drop all requests of a client that has gone."""
+        self._refused.pop(client, None)
+        mine = [handle for handle in self._unfinished if handle >> NUMBER_BITS == client]
+        self.abort(client, [handle & NUMBER_MASK for handle in mine])
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request holds."""
@@ -200,8 +226,9 @@ class EngineCore:
         self._start_steps()
         if not self._in_flight:
             return self._deliver(None)
-        plan = self._in_flight.popleft()
+        step = self._in_flight[0]
         result = self._executor.collect()
+        plan = self._ended(step).plan
         committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
         results = self._results(plan, result, self._without_broken(committed, result.tokens))
         if self._scheduler.limits.stages > 1:
@@ -210,6 +237,14 @@ class EngineCore:
             self._start_steps()
         return self._deliver(results)
 
+    def _ended(self, step: _StepUnderWay) -> _StepUnderWay:
+        """Take the oldest step out of those under way."""
+        self._in_flight.popleft()
+        if self._board is not None:
+            left = [other.handles for other in self._in_flight]
+            self._board.end_step(left, time.monotonic() - step.started)
+        return step
+
     def _without_broken(self, committed: Committed, sampled: NDArray[np.int32]) -> Committed:
         """End the requests that have no logits to choose from, and return the tokens of the others."""
         broken = sampled[committed.index] == NOT_FINITE
@@ -217,7 +252,7 @@ class EngineCore:
             return committed
         ends = committed.finished[broken] > 0
         for handle, ended in zip(committed.handles[broken].tolist(), ends.tolist(), strict=True):
-            client, number = handle >> _NUMBER_BITS, handle & _NUMBER_MASK
+            client, number = handle >> NUMBER_BITS, handle & NUMBER_MASK
             self._refused.setdefault(client, {})[number] = _NO_LOGITS
             del self._unfinished[handle]
             if not ended:
@@ -254,8 +289,12 @@ class EngineCore:
             plan = self._scheduler.plan()
             if not len(plan.rows):
                 break
-            self._executor.submit(self._step_input(plan))
-            self._in_flight.append(plan)
+            step_input = self._step_input(plan)
+            step = _StepUnderWay(plan, self._handle_of_row[plan.rows], time.monotonic())
+            self._in_flight.append(step)
+            if self._board is not None:
+                self._board.begin_step([other.handles for other in self._in_flight], alone=False)
+            self._executor.submit(step_input)
 
     def require_alive(self) -> None:
         """Raise EngineDeadError if the engine has ended."""
@@ -270,16 +309,19 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return the state after the last step."""
         load = self._scheduler.load()
+        counters = self._counters
         return EngineStats(
             running=load.running,
             waiting=load.waiting,
-            kv_cache_usage=load.kv_usage,
+            free_blocks=self._memory.num_free,
+            num_blocks=self._memory.num_blocks,
             preemptions=load.preemptions,
             prefix_queries=self._memory.stats.queries,
             prefix_hits=self._memory.stats.hits,
-            prompt_tokens=self._counters.prompt_tokens,
-            generation_tokens=self._counters.generation_tokens,
-            step_tokens=self._counters.step_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            ran_tokens=counters.ran_tokens,
+            step_buckets=counters.step_buckets.copy(),
         )
 
     def expert_loads(self) -> np.ndarray | None:
@@ -291,6 +333,11 @@ class EngineCore:
     def descriptors(self) -> Sequence[int]:
         """File descriptors of which one becomes readable when a worker ends; see `check_workers`."""
         return self._executor.descriptors
+
+    @property
+    def local_pids(self) -> list[int]:
+        """Process ids of workers on this host that are processes of their own."""
+        return self._executor.local_pids
 
     def check_workers(self) -> None:
         """Raise EngineDeadError if a worker has ended; for a time in which there is nothing to step."""
@@ -327,7 +374,8 @@ class EngineCore:
         return SampledTokens(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
 
     def _results(self, plan: StepPlan, result: StepOutput, committed: Committed) -> _StepResults:
-        self._counters.step_tokens = plan.num_tokens
+        self._counters.ran_tokens += plan.num_tokens
+        self._counters.step_buckets[bisect_left(STEP_BOUNDS, plan.num_tokens)] += 1
         self._counters.generation_tokens += len(committed.tokens)
         scheduled = {
             admitted.handle: (admitted.num_cached, admitted.waited)
@@ -350,33 +398,27 @@ class EngineCore:
         return _StepResults(committed, scheduled, logprobs, prompt_logprobs)
 
     def _deliver(self, results: _StepResults | None) -> dict[int, Outputs]:
-        stats = self.stats()
-        self._stats_due = False
+        """Return the outputs of each client that has some."""
         refused, self._refused = self._refused, {}
-        found = {}
-        for client in self._clients:
-            outputs = _no_outputs() if results is None else _outputs_for(client, results)
-            outputs.errors = refused.get(client, {})
-            outputs.stats = stats
-            found[client] = outputs
+        found = (
+            {} if results is None else {client: _outputs_for(client, results) for client in results.clients()}
+        )
+        for client, errors in refused.items():
+            found.setdefault(client, Outputs.empty()).errors = errors
         return found
-
-
-def _no_outputs() -> Outputs:
-    return Outputs(numbers=np.empty(0, np.int64), tokens=np.empty(0, np.int32), finished=np.empty(0, np.int8))
 
 
 def _outputs_for(client: int, results: _StepResults) -> Outputs:
     committed = results.committed
-    mine = committed.handles >> _NUMBER_BITS == client
+    mine = committed.handles >> NUMBER_BITS == client
     return Outputs(
-        numbers=committed.handles[mine] & _NUMBER_MASK,
+        numbers=committed.handles[mine] & NUMBER_MASK,
         tokens=committed.tokens[mine],
         finished=committed.finished[mine],
         scheduled={
-            handle & _NUMBER_MASK: facts
+            handle & NUMBER_MASK: facts
             for handle, facts in results.scheduled.items()
-            if handle >> _NUMBER_BITS == client
+            if handle >> NUMBER_BITS == client
         },
         logprobs=_for_client(results.logprobs, client),
         prompt_logprobs=_for_client(results.prompt_logprobs, client),
@@ -384,7 +426,7 @@ def _outputs_for(client: int, results: _StepResults) -> Outputs:
 
 
 def _for_client(entries: _Logprobs, client: int) -> _Logprobs:
-    return [(handle & _NUMBER_MASK, entry) for handle, entry in entries if handle >> _NUMBER_BITS == client]
+    return [(handle & NUMBER_MASK, entry) for handle, entry in entries if handle >> NUMBER_BITS == client]
 
 
 def _may_read_cache(params: SamplingParams) -> bool:

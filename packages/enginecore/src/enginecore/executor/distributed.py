@@ -134,6 +134,11 @@ class DistributedExecutor:
         """Process ids of the workers, by rank."""
         return [worker.pid for worker in self._workers]
 
+    @property
+    def local_pids(self) -> list[int]:
+        """Process ids of those on this host."""
+        return [worker.pid for worker in self._workers if worker.location.on_core_host]
+
     def check(self) -> None:
         """Raise WorkerDied if a worker has ended."""
         self._listen(0)

@@ -31,6 +31,11 @@ class Executor(Protocol):
         """File descriptors of which one becomes readable when `check` may have something to say."""
         ...
 
+    @property
+    def local_pids(self) -> list[int]:
+        """Process ids of workers on this host that are processes of their own."""
+        ...
+
     def check(self) -> None:
         """Raise if the workers cannot go on, without waiting; for a core that has no step under way."""
         ...

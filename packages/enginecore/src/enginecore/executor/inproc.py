@@ -17,6 +17,7 @@ class InprocExecutor:
     """Runs steps on one device; on a GPU the next step is prepared while one runs."""
 
     descriptors = ()
+    local_pids: list[int] = []  # noqa: RUF012 - nobody changes it
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._worker: Worker | None = Worker(config, files)

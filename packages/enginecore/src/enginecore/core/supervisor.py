@@ -1,0 +1,245 @@
+"""The supervisor of ranks: starts core processes, watches them, and starts them again.
+
+It runs in a thread of the process that made it, and tells that of each rank's ups and downs. Needs no torch.
+"""
+
+import logging
+import os
+import selectors
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from enginecore import logs
+from enginecore.config import EngineConfig
+from enginecore.core.board import Board
+from enginecore.core.identity import split_handle
+from enginecore.core.rank_process import RankProcess
+from enginecore.core.settings import CoreSettings
+from enginecore.data_parallel.messages import CoordinatorAddress, RankPlace
+from enginecore.messages import EngineLimits, RankDown, RankEvent, RankOut, RankUp
+from enginecore.private_folder import private_folder
+
+logger = logging.getLogger(__name__)
+
+_STEPS_THAT_PROVE_A_START = 100
+"""A rank that dies after so many did not die of its start."""
+_WINDOW = 300.0
+"""Seconds in which `max_rank_restarts` early deaths are borne."""
+_LEAST_STEP_TIMEOUT = 60.0
+_STEP_TIMEOUT_IN_STEPS = 10
+"""The longest step seen may take so many times as long before a core counts as hung."""
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SPARE_STEPS = 2
+"""Steps that a core has under way at most, beside one for each stage of a pipeline."""
+
+
+class _Rank:
+    """One rank over all its starts."""
+
+    def __init__(self, place: RankPlace, board: Path) -> None:
+        self.place = place
+        self.board = board
+        self.process: RankProcess | None = None
+        """None once the rank is out."""
+        self.limits: EngineLimits | None = None
+        """Of its first start: they hold for all that follow."""
+        self.is_up = False
+        self.early_deaths: deque[float] = deque()
+
+    def note_death(self, early: bool) -> int:
+        """Return how many early deaths there have been of late, this one included."""
+        now = time.monotonic()
+        if early:
+            self.early_deaths.append(now)
+        while self.early_deaths and self.early_deaths[0] < now - _WINDOW:
+            self.early_deaths.popleft()
+        return len(self.early_deaths)
+
+
+class RankSupervisor:
+    """Keeps the ranks of one server, or of one engine in a program, alive."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start all ranks that `config` gives to this host, without waiting for them."""
+        self._config = config
+        self._folder = private_folder()
+        self._listener: Callable[[RankEvent], None] | None = None
+        self._untold: list[RankEvent] = []
+        self._telling = threading.Lock()
+        self._stopping = False
+        self.coordinator: CoordinatorAddress | None = None
+        """Where ranks report their loads; None with one rank."""
+        self._selector = selectors.DefaultSelector()
+        woken, self._wake = os.pipe()
+        self._selector.register(woken, selectors.EVENT_READ)
+        ranks = config.local_ranks
+        self._ranks = [
+            _Rank(RankPlace(rank, index, len(ranks)), self._folder / f"board-{rank}")
+            for index, rank in enumerate(ranks)
+        ]
+        self.boards = {state.place.rank: state.board for state in self._ranks}
+        """Path of each rank's board, which outlives its processes."""
+        for state in self._ranks:
+            self._start(state)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rank-supervisor")
+        self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running cores, by rank."""
+        return [state.process.pid for state in self._ranks if state.process is not None]
+
+    def listen(self, listener: Callable[[RankEvent], None]) -> None:
+        """Call `listener`, from another thread, with each event, those so far included. To be called once."""
+        with self._telling:
+            self._listener = listener
+            for event in self._untold:
+                listener(event)
+            self._untold.clear()
+
+    def stop(self) -> None:
+        """End all ranks, and wait for that."""
+        self._stopping = True
+        os.write(self._wake, b"x")
+        self._thread.join()
+        processes = [state.process for state in self._ranks if state.process is not None]
+        for process in processes:
+            process.release()
+        for process in processes:
+            process.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._stopping:
+            for key, _ in self._selector.select(self._seconds_between_looks):
+                state: _Rank | None = key.data
+                if state is not None and not self._stopping:
+                    self._read(state)
+            if time.monotonic() - looked >= self._seconds_between_looks:
+                self._look_for_hangs()
+                looked = time.monotonic()
+
+    @property
+    def _seconds_between_looks(self) -> float:
+        timeout = self._config.step_timeout
+        return _SECONDS_BETWEEN_LOOKS if timeout is None else min(_SECONDS_BETWEEN_LOOKS, timeout / 4)
+
+    def _start(self, state: _Rank) -> None:
+        Board.prepare(state.board, self._rows)
+        config = self._config
+        if state.limits is not None:
+            # What the first start found out, and not what memory happens to be free now.
+            limits = state.limits
+            config = replace(
+                config, num_blocks_override=limits.num_blocks, max_model_len=limits.max_model_len
+            )
+        place = state.place
+        settings = CoreSettings(
+            config=config,
+            address=f"ipc://{self._folder}/core-{place.rank}-{place.incarnation}",
+            board=str(state.board),
+            place=place,
+            coordinator=self.coordinator,
+            log=logs.current(),
+        )
+        state.process = RankProcess(settings)
+        self._selector.register(state.process, selectors.EVENT_READ, state)
+
+    @property
+    def _rows(self) -> int:
+        return self._config.max_num_seqs * (self._config.pipeline_parallel_size + _SPARE_STEPS)
+
+    def _read(self, state: _Rank) -> None:
+        process = state.process
+        if process is None:  # ended meanwhile, with another rank
+            return
+        goes_on = process.read()
+        if process.ready is not None and not state.is_up:
+            state.is_up = True
+            state.limits = state.limits or process.ready.limits
+            place = state.place
+            if place.incarnation:
+                logger.info("rank %d is up again", place.rank)
+            self._tell(RankUp(place.rank, place.incarnation, process.address, process.ready.limits))
+        if not goes_on:
+            self._on_end(state, process)
+
+    def _on_end(self, state: _Rank, process: RankProcess) -> None:
+        """Handle the end of a rank: that of its whole group, where they run in lockstep."""
+        together = state.limits is not None and state.limits.lockstep
+        suspects = process.board.under_way()
+        progress = process.board.progress()
+        reason = self._take_down(state, process)
+        logger.error("rank %d has ended: %s", state.place.rank, reason)
+        early = state.note_death(progress.steps < _STEPS_THAT_PROVE_A_START and not progress.alone)
+        self._tell_down(state, reason, suspects, progress.alone)
+        group = [state]
+        if together:
+            for other in self._ranks:
+                if other is not state and other.process is not None:
+                    said = f"rank {state.place.rank}, with which it shares experts, has ended: {reason}"
+                    other.process.kill(said)
+                    self._take_down(other, other.process)
+                    self._tell_down(other, said, [], alone=False)
+                    group.append(other)
+        if state.limits is None or self._config.max_rank_restarts == 0:
+            self._give_up(group, reason)
+        elif early > self._config.max_rank_restarts:
+            self._give_up(group, f"{reason} (the last of {early} early ends in {_WINDOW / 60:g} minutes)")
+        else:
+            self._restart(group)
+
+    def _take_down(self, state: _Rank, process: RankProcess) -> str:
+        """Wait for the end of a rank that has ended or was killed, and return its reason."""
+        self._selector.unregister(process)
+        state.process = None
+        return process.ending()
+
+    def _tell_down(self, state: _Rank, reason: str, suspects: Iterable[int], alone: bool) -> None:
+        if state.is_up:
+            state.is_up = False
+            place = state.place
+            found = [split_handle(handle) for handle in suspects]
+            self._tell(RankDown(place.rank, place.incarnation, reason, found, alone))
+
+    def _give_up(self, group: Iterable[_Rank], reason: str) -> None:
+        for state in group:
+            logger.error("rank %d is not started again: %s", state.place.rank, reason)
+            self._tell(RankOut(state.place.rank, reason))
+
+    def _restart(self, group: Iterable[_Rank]) -> None:
+        for state in group:
+            place = state.place
+            state.place = msgspec.structs.replace(
+                place, incarnation=place.incarnation + 1, group=place.group + 1
+            )
+            logger.info("starting rank %d again", place.rank)
+            self._start(state)
+
+    def _look_for_hangs(self) -> None:
+        for state in self._ranks:
+            if state.process is None or not state.is_up:
+                continue
+            progress = state.process.board.progress()
+            limit = self._config.step_timeout or max(
+                _LEAST_STEP_TIMEOUT, _STEP_TIMEOUT_IN_STEPS * progress.longest_step
+            )
+            if progress.idle_seconds > limit:
+                state.process.kill(
+                    f"the engine process made no progress for {progress.idle_seconds:.1f} s, and was killed"
+                )
+
+    def _tell(self, event: RankEvent) -> None:
+        with self._telling:
+            if self._listener is None:
+                self._untold.append(event)
+            else:
+                self._listener(event)
