@@ -89,10 +89,10 @@ def test_values_are_plain_data():
     run_one(metrics)
     found = {(value.name, value.labels.get("finished_reason")): value for value in metrics.values()}
     labels = {"model_name": "tiny", "engine": "0"}
-    assert found["vllm:generation_tokens", None] == Counter("vllm:generation_tokens", labels, 2.0)
+    assert found["vllm:generation_tokens_total", None] == Counter("vllm:generation_tokens_total", labels, 2.0)
     assert found["vllm:num_requests_running", None] == Gauge("vllm:num_requests_running", labels, 0.0)
-    assert found["vllm:request_success", "length"].value == 1.0
-    assert found["vllm:request_success", "stop"].value == 0.0
+    assert found["vllm:request_success_total", "length"].value == 1.0
+    assert found["vllm:request_success_total", "stop"].value == 0.0
     prompt = found["vllm:request_prompt_tokens", None]
     assert isinstance(prompt, Histogram)
     assert (prompt.labels, prompt.count, prompt.sum) == (labels, 1, 3.0)
@@ -108,6 +108,51 @@ def test_values_are_plain_data():
     for name in ("time_to_first_token", "inter_token_latency", "request_decode_time"):
         assert found[f"vllm:{name}_seconds", None].count == 1
     assert not any(name.startswith(("process_", "http_")) for name, _ in found)
+
+
+def test_requests_that_run_together_count_one_by_one_between_tokens():
+    metrics = loaded()
+    processor = OutputProcessor(None)
+    for index in range(3):
+        processor.add(Request(str(index), Prompt(None, [1]), SamplingParams(max_tokens=9)), ())
+    # The third request gets its first token a step later than the others.
+    for numbers in ([0, 1], [0, 1, 2], [0, 1, 2]):
+        many = len(numbers)
+        outputs = Outputs(np.array(numbers), np.full(many, 5, np.int32), np.zeros(many, np.int8))
+        metrics.record(outputs, processor.process(outputs).changed)
+    found = {value.name: value for value in metrics.values()}
+    itl = found["octavo_inter_token_latency_seconds"]
+    assert isinstance(itl, Histogram)
+    assert (itl.count, itl.buckets["+Inf"]) == (5, 5)
+    assert found["octavo_time_to_first_token_seconds"].count == 3
+    series = 'octavo_inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="tiny"} 5.0'
+    assert series in metrics.text().decode()
+
+
+@pytest.mark.parametrize(("value", "first"), [(0.01, "0.01"), (0.011, "0.02"), (1000.0, "+Inf")])
+def test_a_value_between_tokens_counts_in_each_bucket_that_reaches_it(value, first):
+    metrics = loaded()
+    metrics.itl.observe(value, 2)
+    [itl] = [entry for entry in metrics.values() if entry.name == "octavo_inter_token_latency_seconds"]
+    assert isinstance(itl, Histogram)
+    assert itl.sum == 2 * value
+    names = list(itl.buckets)
+    reached = names.index(first)
+    assert list(itl.buckets.values()) == [0] * reached + [2] * (len(names) - reached)
+
+
+def test_a_request_that_the_core_refuses_has_no_first_token():
+    metrics = loaded()
+    processor = OutputProcessor(None)
+    processor.add(Request("r", Prompt(None, [1, 2, 3]), SamplingParams(max_tokens=2)), ())
+    refused = Outputs(
+        np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int8), errors={0: "too long"}
+    )
+    metrics.record(refused, processor.process(refused).changed)
+    found = {(value.name, value.labels.get("finished_reason")): value for value in metrics.values()}
+    assert found["octavo_request_success_total", "error"].value == 1
+    assert found["octavo_time_to_first_token_seconds", None].count == 0
+    assert found["octavo_inter_token_latency_seconds", None].count == 0
 
 
 @pytest.mark.parametrize("prefix", ["", "1x", "a-b", "a b"])

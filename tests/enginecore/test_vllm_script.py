@@ -12,6 +12,7 @@ import successor_model
 from checkpoints import llama_config, save_random
 from enginecore import LLM, SamplingParams
 from enginecore.errors import RequestError
+from enginecore.metrics import Counter, Gauge, Histogram
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 TURNS = [{"role": "user", "content": "q"}]
@@ -119,11 +120,43 @@ def test_progress(llm, capfd):
 def test_the_engine_s_own_values(llm):
     defaults = llm.get_default_sampling_params()
     assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.25, 7, 16)
-    before = {metric.name: metric.value for metric in llm.get_metrics()}
-    llm.generate("abc", GREEDY)
-    after = {metric.name: metric.value for metric in llm.get_metrics()}
-    assert after["octavo_generation_tokens_total"] - before["octavo_generation_tokens_total"] == 3
-    assert after["octavo_num_requests_running"] == 0
+
+
+def test_metrics_are_vllms_kinds(llm):
+    def ask():
+        return {(metric.name, metric.labels.get("finished_reason")): metric for metric in llm.get_metrics()}
+
+    before = ask()
+    llm.generate(["abc", "abd"], GREEDY)
+    after = ask()
+    name = "octavo_generation_tokens_total", None
+    assert isinstance(after[name], Counter)
+    assert after[name].value - before[name].value == 6
+    running = after["octavo_num_requests_running", None]
+    assert running == Gauge(running.name, {"model_name": llm.llm_engine.config.model, "engine": "0"}, 0.0)
+    assert after["octavo_engine_up", None].value == 1
+    ended = "octavo_request_success_total", "length"
+    assert after[ended].value - before[ended].value == 2
+    for short, more in (("time_to_first_token", 2), ("inter_token_latency", 4), ("e2e_request_latency", 2)):
+        key = f"octavo_{short}_seconds", None
+        assert isinstance(after[key], Histogram)
+        assert after[key].count - before[key].count == after[key].buckets["+Inf"] - before[key].count == more
+
+
+def test_metrics_of_requests_that_are_given_up(llm):
+    engine = llm.llm_engine
+
+    def values():
+        return {(value.name, value.labels.get("finished_reason")): value for value in llm.get_metrics()}
+
+    aborted = "octavo_request_success_total", "abort"
+    before = values()[aborted].value
+    engine.add_request("gone", "abc", GREEDY)
+    assert values()["octavo_num_requests_waiting", None].value == 1
+    engine.abort_request("gone")
+    engine.abort_request("gone")
+    assert values()["octavo_num_requests_waiting", None].value == 0
+    assert values()[aborted].value - before == 1
 
 
 def test_the_prefix_cache_can_be_forgotten_and_passed_over(llm):

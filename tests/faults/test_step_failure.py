@@ -58,6 +58,9 @@ def test_in_one_process(model, fault):
     callers = [traced(engine), traced(engine)]
     assert callers[0] == callers[1]
     engine.abort_request("a")
+    found = {(value.name, value.labels.get("finished_reason")): value for value in engine.get_metrics()}
+    ended = [found["octavo_request_success_total", reason].value for reason in ("error", "abort")]
+    assert (found["octavo_engine_up", None].value, ended) == (0, [2, 0])
     engine.shutdown()
 
 

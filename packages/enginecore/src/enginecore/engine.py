@@ -16,6 +16,7 @@ from enginecore.frontend.request import Request
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput
 from enginecore.messages import EngineLimits, EngineStats, Outputs
+from enginecore.metrics import Metric, Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
@@ -38,6 +39,8 @@ class LLMEngine:
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
         self._core = start_core(config, files)
         self.frontend.limits = self._core.limits
+        self._metrics = Metrics(config.model)
+        self._metrics.loaded(config, self._core.limits)
         self._unreturned: list[RequestOutput] = []
         """Outputs of a step that Ctrl-C kept from returning them."""
 
@@ -79,18 +82,33 @@ class LLMEngine:
         """
         self._made_here.check()
         with interrupts_wait():
-            stepped = self._core.step()
             try:
-                for outputs in stepped.values():
-                    self._process(outputs)
-            except BaseException as error:
-                # Tokens of any request may be lost.
-                self._core.fail(error)
+                self._step()
+            finally:
+                if self._core.error is not None:
+                    self._forget_all()
         found, self._unreturned = self._unreturned, []
         return found
 
+    def _step(self) -> None:
+        stepped = self._core.step()
+        try:
+            for outputs in stepped.values():
+                self._process(outputs)
+        except BaseException as error:
+            # Tokens of any request may be lost.
+            self._core.fail(error)
+
+    def _forget_all(self) -> None:
+        """Forget the requests of an engine that has died."""
+        for request_id, state in list(self.frontend.requests.items()):
+            self._metrics.ended_early(state, "error")
+            self.frontend.abort(request_id)
+        self._metrics.stopped()
+
     def _process(self, outputs: Outputs) -> None:
         processed = self.frontend.process(outputs)
+        self._metrics.record(outputs, processed.changed)
         self._unreturned += [state.output() for state in processed.changed if state.has_output]
         if processed.stopped:
             self._core.abort(0, processed.stopped)
@@ -98,7 +116,10 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> None:
         """Forget a request; one that has ended already is passed over."""
         self._made_here.check()
-        self._core.abort(0, self.frontend.abort(request_id))
+        state = self.frontend.requests.get(request_id)
+        if state is not None:
+            self._metrics.ended_early(state, "abort")
+            self._core.abort(0, self.frontend.abort(request_id))
         self._unreturned = [output for output in self._unreturned if output.request_id != request_id]
 
     def has_unfinished_requests(self) -> bool:
@@ -108,6 +129,12 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Return the state after the last step."""
         return self._core.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counters, gauges and histograms as they are now."""
+        if self._core.error is None:
+            self._metrics.observe(self._core.stats())
+        return self._metrics.values()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request uses."""
@@ -124,7 +151,10 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Give the model's memory back; in a fork, where it is another process's, do nothing."""
         if self._made_here:
+            for request_id in list(self.frontend.requests):
+                self.abort_request(request_id)
             self._core.shutdown()
+            self._metrics.stopped()
 
 
 @contextmanager

@@ -17,19 +17,12 @@ from enginecore.forks import MadeHere
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.hf_tokenizer import HFTokenizer
 from enginecore.frontend.text.prompts import PromptInput, is_token_id, without_arrays
-from enginecore.messages import EngineStats
+from enginecore.metrics import Metric
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]
 UseTqdm = bool | Callable[..., Any]
-
-
-class Metric(NamedTuple):
-    """A counter or gauge of the engine, by the name that the server's /metrics gives it."""
-
-    name: str
-    value: float
 
 
 class LLM:
@@ -125,9 +118,10 @@ class LLM:
         return SamplingParams(**self.llm_engine.frontend.sampling_defaults)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's counters and gauges after its last step."""
+        """Return the engine's counters, gauges and histograms, by their names in the server's /metrics."""
+        self._made_here.check()
         with self._calls.between_steps():
-            return engine_metrics(self.llm_engine.stats())
+            return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes that no running request uses, and return True."""
@@ -307,21 +301,6 @@ def _progress(use_tqdm: UseTqdm, total: int) -> Generator[Callable[[int], object
         yield bar.update
     finally:
         bar.close()
-
-
-def engine_metrics(stats: EngineStats) -> list[Metric]:
-    """Return an engine's state as metrics."""
-    named = {
-        "num_requests_running": stats.running,
-        "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": stats.kv_cache_usage,
-        "num_preemptions_total": stats.preemptions,
-        "prefix_cache_queries_total": stats.prefix_queries,
-        "prefix_cache_hits_total": stats.prefix_hits,
-        "prompt_tokens_total": stats.prompt_tokens,
-        "generation_tokens_total": stats.generation_tokens,
-    }
-    return [Metric(f"octavo_{name}", float(value)) for name, value in named.items()]
 
 
 def _as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:

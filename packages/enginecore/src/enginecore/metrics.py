@@ -1,15 +1,20 @@
 """Metrics of one engine, by vLLM's names; the prefix is `octavo_` unless another is asked for."""
 
+import itertools
+import math
 import platform
 import re
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.utils import floatToGoString
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
@@ -50,7 +55,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A count since the start. The name is without the `_total` of Prometheus' text."""
+    """A count since the start."""
 
     name: str
     labels: dict[str, str]
@@ -75,6 +80,10 @@ class Histogram:
     count: int
     sum: float
     buckets: dict[str, int]
+
+
+Metric = Counter | Gauge | Histogram
+"""A metric's state, by the name that it has in Prometheus' text."""
 
 
 class Metrics:
@@ -110,7 +119,10 @@ class Metrics:
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
         )
-        self.itl = self._histogram("inter_token_latency_seconds", "Between tokens of a request", _SECONDS)
+        self.itl = _CountingHistogram(
+            f"{prefix}inter_token_latency_seconds", "Between tokens of a request", _SECONDS, model_name
+        )
+        self._registry.register(self.itl)
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "From arrival to the first step", _SECONDS
         )
@@ -169,15 +181,21 @@ class Metrics:
         for _, waited in outputs.scheduled.values():
             self.queue_time.observe(waited)
         now = time.time()
+        since: dict[float, int] = {}
         for state in changed:
             if state.last_token_time is None:
-                self.ttft.observe(max(0.0, now - state.metrics.arrival_time))
+                # A request that the core refused ends without a token.
+                if state.metrics.first_token_time is not None:
+                    self.ttft.observe(max(0.0, now - state.metrics.arrival_time))
             else:
-                self.itl.observe(now - state.last_token_time)
+                since[state.last_token_time] = since.get(state.last_token_time, 0) + 1
             state.last_token_time = now
-            if state.finished:
+            if state.unfinished == 0:
                 reasons = [sample.finish_reason or "stop" for sample in state.samples.values()]
                 self._end(state, "error" if "error" in reasons else reasons[-1], now)
+        # Requests that run together got their last tokens together.
+        for before, count in since.items():
+            self.itl.observe(max(0.0, now - before), count)
 
     def ended_early(self, state: "RequestState", reason: str) -> None:
         """Count a request that ended without its last output."""
@@ -213,15 +231,15 @@ class Metrics:
         """Return everything in Prometheus' text format."""
         return prometheus_client.generate_latest(self)
 
-    def values(self) -> list[Counter | Gauge | Histogram]:
+    def values(self) -> list[Metric]:
         """Return the engine's metrics as plain data; those of the process and of HTTP are left out."""
-        found: list[Counter | Gauge | Histogram] = []
+        found: list[Metric] = []
         for family in self.collect():
             if family.name.startswith(self._prefix):
                 found += _values(family)
         return found
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """Yield the metrics as prometheus_client's, without the time at which each was made."""
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
@@ -250,6 +268,30 @@ class Metrics:
         labels = ["model_name", "engine"]
         metric = kind(f"{self._prefix}{name}", text, labels, registry=self._registry, **options)
         return metric.labels(self._model, "0")
+
+
+class _CountingHistogram:
+    """A histogram that takes a value many times over at once: a step has as many as rows, of few values."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
+        self._name, self._text, self._model = name, text, model_name
+        self._bounds: list[float] = [*bounds, math.inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value` `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the histogram as prometheus_client's."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name", "engine"])
+        buckets = zip(self._bounds, itertools.accumulate(self._counts), strict=True)
+        family.add_metric(
+            [self._model, "0"], [(floatToGoString(bound), count) for bound, count in buckets], self._sum
+        )
+        yield family
 
 
 class _RequestHistograms:
@@ -291,12 +333,11 @@ class _RequestHistograms:
             self._per_token.observe(max(0.0, now - first) / (max(lengths) - 1))
 
 
-def _values(family: Metric) -> Iterator[Counter | Gauge | Histogram]:
+def _values(family: Family) -> Iterator[Metric]:
     if family.type != "histogram":
         kind = Counter if family.type == "counter" else Gauge
-        name = f"{family.name}_info" if family.type == "info" else family.name
         for sample in family.samples:
-            yield kind(name, dict(sample.labels), sample.value)
+            yield kind(sample.name, dict(sample.labels), sample.value)
         return
     # The engine's histograms have one series each.
     samples = {sample.name.removeprefix(family.name): sample for sample in family.samples}

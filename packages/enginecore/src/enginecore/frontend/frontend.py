@@ -90,6 +90,11 @@ class Frontend:
         """Requests added and neither finished nor aborted."""
         return len(self._outputs)
 
+    @property
+    def requests(self) -> Mapping[str, RequestState]:
+        """The unfinished requests by id."""
+        return self._outputs.requests
+
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
 

@@ -230,6 +230,11 @@ class OutputProcessor:
         """Whether an unfinished request has this id."""
         return request_id in self._requests
 
+    @property
+    def requests(self) -> Mapping[str, RequestState]:
+        """The unfinished requests by id."""
+        return self._requests
+
     def add(self, request: Request, eos_ids: Collection[int]) -> RequestState:
         """Take a request, whose id no unfinished one has, and number its samples."""
         state = RequestState(request, eos_ids, self._clock())
