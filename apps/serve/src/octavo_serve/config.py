@@ -20,6 +20,9 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = _option(
         (), "names by which clients may call the model; default: MODEL as given"
     )
+    api_server_count: int | None = _option(
+        None, "processes that speak HTTP, on one port; default: one for each data-parallel rank"
+    )
     shutdown_timeout: float = _option(
         30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C before they are aborted"
     )
@@ -37,6 +40,8 @@ class ServeConfig:
             raise ConfigError(
                 f"shutdown_timeout must be finite and at least 0 seconds, got {self.shutdown_timeout}"
             )
+        if self.api_server_count is not None and self.api_server_count < 1:
+            raise ConfigError(f"api_server_count must be at least 1, got {self.api_server_count}")
         if self.api_key == "":
             raise ConfigError("api_key is empty: give a key, or leave the option out")
         if "" in self.served_model_name:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 
-from enginecore import __version__, logs
 from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
@@ -35,18 +34,24 @@ _OPEN_FILES = 65536
 logger = logging.getLogger(__name__)
 
 
-def run(listener: socket.socket, make_engine: Callable[[], "AsyncEngine"], options: ServeConfig) -> int:
+def run(
+    listener: socket.socket,
+    make_engine: Callable[[], "AsyncEngine"],
+    options: ServeConfig,
+    index: int = 0,
+    on_ready: Callable[[], None] = lambda: None,
+) -> int:
     """Serve on `listener` until a signal asks to stop or the engine dies; return the exit status.
+
+    `index` is this process's among those that serve on it, of which the first logs for all. `on_ready` is
+    called once requests are taken.
 
     Raises:
         OctavoError: the engine could not start.
     """
-    logs.configure(logs.LogSettings(getattr(logging, options.log_level.upper()), options.log_format))
-    if options.host in ("0.0.0.0", "::", "") and options.api_key is None:
-        logger.warning("listening on every network without an API key: anybody there may use this server")
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(listener, make_engine(), options).run())
+        return runner.run(_Life(listener, make_engine(), options, index, on_ready).run())
 
 
 class _Listener(uvicorn.Server):
@@ -60,7 +65,17 @@ class _Listener(uvicorn.Server):
 class _Life:
     """One run of the server."""
 
-    def __init__(self, listener: socket.socket, engine: "AsyncEngine", options: ServeConfig) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        engine: "AsyncEngine",
+        options: ServeConfig,
+        index: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._level = logging.DEBUG if index else logging.INFO
+        """Of what would be the same from every HTTP process."""
+        self._on_ready = on_ready
         app = create_app(engine, options)
         self._engine = engine
         self._state: ServerState = app.state.server
@@ -89,26 +104,22 @@ class _Life:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        logger.info("version %s", __version__)
-        logger.info("listening on %s, loading %s", url(self._listener), self._engine.config.model)
         reporting = asyncio.create_task(self._report_throughput())
-        status = STOPPED
         try:
-            status = await self._until_stop()
-            return status
+            return await self._until_stop()
         finally:
             self._state.draining = True
             self._http.should_exit = True
             reporting.cancel()
             await serving
             await self._engine.shutdown()
-            if status == STOPPED:
-                logger.info("stopped")
 
     async def _until_stop(self) -> int:
         if not await self._first_of(self._engine.ready()):
             return STOPPED
-        logger.info(
+        self._on_ready()
+        logger.log(
+            self._level,
             "ready on %s: %s, at most %d tokens a request",
             url(self._listener),
             ", ".join(self._state.names),
@@ -157,10 +168,10 @@ class _Life:
             await asyncio.sleep(_SECONDS_BETWEEN_REPORTS)
             line = self._throughput.line(self._engine.stats, _SECONDS_BETWEEN_REPORTS)
             if line is not None:
-                logger.info("%s", line)
+                logger.log(self._level, "%s", line)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        logger.info("%s received", number.name)
+        logger.log(self._level, "%s received", number.name)
         if self._asked_to_stop.is_set():
             self._asked_again.set()
         self._asked_to_stop.set()

@@ -30,12 +30,22 @@ class ServerState:
 
     @property
     def trouble(self) -> str | None:
-        """The reason why no request can be taken now; None when one can."""
+        """The reason why no request can be run now; None when one can."""
+        if self.refusal is not None:
+            return self.refusal
+        if not self.engine.is_ready:
+            down = next(iter(self.engine.ranks_down.values()), "no rank is up")
+            return f"the engine is being started again: {down}"
+        return None
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why no request is taken now; None when one is, though it may have to wait."""
         if self.engine.error is not None:
             return self.engine.error
         if self.draining:
             return "the server is shutting down"
-        if not self.engine.is_ready:
+        if not self.engine.takes_requests:
             return "the model is loading"
         return None
 
@@ -47,8 +57,8 @@ class ServerState:
             ApiError: 503, no request can be taken now.
         """
         frontend = self.engine.frontend
-        if self.trouble is not None or frontend is None:
-            raise ApiError(503, self.trouble or "the model is loading")
+        if self.refusal is not None or frontend is None:
+            raise ApiError(503, self.refusal or "the model is loading")
         return frontend
 
     @property
@@ -73,11 +83,12 @@ class ServerState:
             RequestError: a request cannot be run as asked.
             ApiError: 503, no request can be taken now.
         """
-        if self.trouble is not None:
-            raise ApiError(503, self.trouble)
+        if self.refusal is not None:
+            raise ApiError(503, self.refusal)
         async with self.engine.submit(requests) as stream:
             self.streams.add(stream)
             try:
-                yield stream
+                with self.engine.metrics.in_progress.track_inprogress():
+                    yield stream
             finally:
                 self.streams.discard(stream)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginecore.async_engine import AsyncEngine
     from enginecore.config import EngineConfig
+    from enginecore.core.piped_ranks import PipedRanks
+    from enginecore.core.supervisor import RankSupervisor
     from enginecore.engine import LLMEngine
     from enginecore.frontend.frontend import Frontend
     from enginecore.frontend.request import Prompt, Request
@@ -29,7 +31,9 @@ _HOMES = {
     "Frontend": "frontend.frontend",
     "LLM": "llm",
     "LLMEngine": "engine",
+    "PipedRanks": "core.piped_ranks",
     "Prompt": "frontend.request",
+    "RankSupervisor": "core.supervisor",
     "Request": "frontend.request",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
@@ -44,7 +48,9 @@ __all__ = [
     "EngineConfig",
     "Frontend",
     "LLMEngine",
+    "PipedRanks",
     "Prompt",
+    "RankSupervisor",
     "Request",
     "RequestOutput",
     "RequestOutputKind",

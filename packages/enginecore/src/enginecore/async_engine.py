@@ -11,9 +11,9 @@ from typing import Protocol
 from enginecore.config import EngineConfig
 from enginecore.core.board import Board
 from enginecore.core.supervisor import RankSupervisor
-from enginecore.data_parallel.dispatch import Dispatcher
+from enginecore.data_parallel.dispatcher import Dispatcher
 from enginecore.data_parallel.messages import CoordinatorAddress
-from enginecore.errors import EngineDeadError, ModelError, OctavoError, RequestAbortedError
+from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.output_processor import RequestState
@@ -63,20 +63,27 @@ class AsyncEngine:
         *,
         name: str | None = None,
         metrics_prefix: str = PREFIX,
+        metrics_folder: str | None = None,
         ranks: RankSource | None = None,
         number: int = 0,
     ) -> None:
-        """`name` is what metrics call the model; its path or id when left out.
+        """Start the ranks.
 
-        `ranks` are started and kept alive elsewhere; without them the engine does so itself. `number` is this
-        front-end's among those that share them.
+        Args:
+            name: What metrics call the model; its path or id when left out.
+            metrics_prefix: Beginning of the metrics' names.
+            metrics_folder: Where several processes count together; see `Metrics`.
+            ranks: Those that somebody else has started and keeps alive.
+            number: This front-end's among those that share the ranks.
 
         Raises:
             ConfigError: a metric's name cannot begin with `metrics_prefix`.
         """
         self._made_here = MadeHere()
         self.config = config
-        self.metrics = Metrics(name or config.model, metrics_prefix)
+        self.metrics = Metrics(
+            name or config.model, metrics_prefix, stats=self.rank_stats, folder=metrics_folder
+        )
         self.error: str | None = None
         """Why the engine has ended; None while it runs."""
         self.frontend: Frontend | None = None
@@ -93,7 +100,7 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         """Whether some rank runs requests now."""
-        return self._dispatcher is not None and bool(self._dispatcher.up) and not self._stopping
+        return self.takes_requests and self._dispatcher is not None and bool(self._dispatcher.up)
 
     @property
     def takes_requests(self) -> bool:
@@ -103,7 +110,12 @@ class AsyncEngine:
     @property
     def ranks_down(self) -> dict[int, str]:
         """Ranks that have ended, and why: they are being started again, or are given up."""
-        return {} if self._dispatcher is None else self._dispatcher.down
+        return {} if self._dispatcher is None else self._dispatcher.down | self._dispatcher.out
+
+    @property
+    def core_pids(self) -> list[int]:
+        """Process ids of the cores that this engine runs, by rank."""
+        return self._ranks.pids if isinstance(self._ranks, RankSupervisor) else []
 
     @property
     def stats(self) -> EngineStats:
@@ -211,20 +223,93 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         try:
             frontend = await asyncio.to_thread(self._load_frontend)
-            dispatcher = Dispatcher(self.config, frontend, self._ranks, self._number)
+            dispatcher = Dispatcher(list(self._ranks.boards), frontend, self._number, self._ranks.coordinator)
+            self._dispatcher = dispatcher
             dispatcher.on_outputs = self._deliver
+            dispatcher.on_change = self._on_change
             self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))
             limits = await dispatcher.ready()
         except OctavoError as error:
             self.error = str(error)
             await asyncio.to_thread(self._ranks.stop)
             raise
-        self.frontend = frontend
-        self._dispatcher = dispatcher
         self.metrics.loaded(self.config, limits)
-        dispatcher.on_end = self._on_end
+        self.frontend = frontend
         return limits
 
     def _load_frontend(self) -> Frontend:
         files = locate(self.config.model, self.config.revision, self.config.hf_overrides)
-        return Frontend(self.config, files, load_tokenizer(files, self.config.tokenizer), number=self._number)
+        tokenizer = load_tokenizer(files, self.config.tokenizer)
+        return Frontend(self.config, files, tokenizer, number=self._number)
+
+    def _deliver(self, rank: int, outputs: Outputs) -> None:
+        dispatcher, frontend = self._running()
+        processed = frontend.process(outputs)
+        if processed.stopped:
+            dispatcher.abort(processed.stopped)
+        self.metrics.record(outputs, processed.changed, rank)
+        for state in processed.changed:
+            _, stream = self._unfinished[state.request.request_id]
+            if state.has_output:
+                stream.notify(state)
+            if state.finished:
+                del self._unfinished[state.request.request_id]
+            if stream.num_unfinished == 0:
+                self.streams.discard(stream)
+
+    def _abort_stream(self, stream: RequestStream) -> None:
+        """Tell the cores to drop what has not finished of a stream, without waiting."""
+        self.streams.discard(stream)
+        for state in stream.states:
+            request_id = state.request.request_id
+            if self._unfinished.get(request_id) != (state, stream):
+                continue
+            del self._unfinished[request_id]
+            self.metrics.ended_early(state, "abort")
+            numbers = [] if self.frontend is None else self.frontend.abort(request_id)
+            if numbers and self._dispatcher is not None and self.error is None:
+                self._dispatcher.abort(numbers)
+
+    def _running(self) -> tuple[Dispatcher, Frontend]:
+        self._made_here.check()
+        if self.error is not None:
+            raise EngineDeadError(self.error)
+        if self._stopping:
+            raise EngineDeadError(_SHUT_DOWN)
+        if self._dispatcher is None or self.frontend is None:
+            raise EngineDeadError("the engine is not ready")
+        return self._dispatcher, self.frontend
+
+    def _on_change(self) -> None:
+        """Take note of ranks that are up, down or out."""
+        dispatcher = self._dispatcher
+        if dispatcher is None or self._stopping:
+            return
+        for rank in self._ranks.boards:
+            (self.metrics.rank_up if rank in dispatcher.up else self.metrics.rank_down)(rank)
+        if self.frontend is not None and self.error is None and dispatcher.failure is not None:
+            self._end(dispatcher.failure)
+
+    def _end(self, reason: str) -> None:
+        logger.error("%s", reason)
+        self.error = reason
+        self.metrics.stopped()
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        for request_id, (state, _) in self._unfinished.items():
+            if self.frontend is not None:
+                self.frontend.abort(request_id)
+            self.metrics.ended_early(state, "abort" if self._stopping else "error")
+        self._unfinished.clear()
+        streams, self.streams = self.streams, set()
+        for stream in streams:
+            stream.fail(EngineDeadError(reason))
+
+
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[RankEvent], None], event: RankEvent
+) -> None:
+    # Events come from a thread, which may outlive the loop.
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback, event)

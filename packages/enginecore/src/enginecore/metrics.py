@@ -2,23 +2,31 @@
 
 import itertools
 import math
+import os
 import platform
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
-from enginecore.messages import EngineLimits, EngineStats, Outputs
+from enginecore.messages import STEP_BOUNDS, EngineLimits, EngineStats, Outputs
 
 if TYPE_CHECKING:
     from enginecore.frontend.output_processor import RequestState
@@ -48,9 +56,11 @@ _SECONDS = (
     80,
     160,
 )
-_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_TOKENS = STEP_BOUNDS
 _SAMPLES = (1, 2, 5, 10, 20)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
+_LABELS = ("model_name", "engine")
+_INFO = {"build": "Versions", "model": "The model", "cache_config": "The KV cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ class Gauge:
     value: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Histogram:
     """A distribution: `buckets` count the values up to each bound, which is given as text."""
 
@@ -87,145 +97,146 @@ Metric = Counter | Gauge | Histogram
 
 
 class Metrics:
-    """Metrics of one engine as a front-end sees it.
+    """Metrics of an engine and its ranks as a front-end sees them.
 
-    Raises:
-        ConfigError: a metric's name cannot begin with `prefix`.
+    What ranks count is read from them when it is asked for; requests are counted here. With `folder`, an
+    empty one that several processes share, each counts there, and each shows the sum of all.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
     """Of `text`."""
 
-    def __init__(self, model_name: str, prefix: str = PREFIX) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        prefix: str = PREFIX,
+        *,
+        stats: Callable[[], Mapping[int, EngineStats]] = dict,
+        folder: str | None = None,
+    ) -> None:
+        """`stats` returns the state of each rank; counters count from the start of the whole.
+
+        The environment variable PROMETHEUS_MULTIPROC_DIR must have been `folder` when Python was started.
+
+        Raises:
+            ConfigError: a metric's name cannot begin with `prefix`.
+        """
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
             raise ConfigError(
                 f"metrics_prefix must be of letters, digits, _ and :, the first no digit, got {prefix!r}"
             )
         self._registry = prometheus_client.CollectorRegistry()
+        self._shared = None if folder is None else MultiProcessCollector(None, folder)
         self._model = model_name
         self._prefix = prefix
-        self.running = self._gauge("num_requests_running", "Requests that hold KV cache")
-        self.waiting = self._gauge("num_requests_waiting", "Requests in the queue")
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1")
-        self.up = self._gauge("engine_up", "1 while the engine is loaded and runs")
-        self.preemptions = self._counter("num_preemptions", "Preempted requests")
-        self.prefix_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
-        )
-        self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ran")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens that a step ran", _TOKENS)
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
-        )
-        self.itl = _CountingHistogram(
-            f"{prefix}inter_token_latency_seconds", "Between tokens of a request", _SECONDS, model_name
-        )
-        self._registry.register(self.itl)
-        self.queue_time = self._histogram(
-            "request_queue_time_seconds", "From arrival to the first step", _SECONDS
-        )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", _SECONDS)
-        self._requests = _RequestHistograms(self)
-        self._success = prometheus_client.Counter(
+        self._stats = stats
+        self._up: set[int] = set()
+        self._engine: dict[str, dict[str, Any]] = {
+            "build": {"version": version("enginecore"), "python": platform.python_version()}
+        }
+        """Labels of what is always 1, by name."""
+        self._ranks: dict[int, _RankMetrics] = {}
+        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token")
+        self.itl = self._histogram("inter_token_latency_seconds", "Between tokens of a request")
+        self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to the first step")
+        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token")
+        self.requests = _RequestHistograms(self._histogram)
+        self.success = prometheus_client.Counter(
             f"{prefix}request_success",
             "Requests that ended, by reason",
-            ["model_name", "engine", "finished_reason"],
+            [*_LABELS, "finished_reason"],
             registry=self._registry,
         )
-        self._by_reason = {
-            reason: self._success.labels(model_name, "0", reason) for reason in _FINISH_REASONS
-        }
         self._http = prometheus_client.Counter(
             "http_requests",
             "HTTP requests answered, by method, route and status",
             ["method", "handler", "status"],
             registry=self._registry,
         )
-        self._info("build", "Versions", version=version("enginecore"), python=platform.python_version())
-        prometheus_client.ProcessCollector(registry=self._registry)
-        self._last = EngineStats()
+        self.in_progress = prometheus_client.Gauge(
+            "http_requests_in_progress",
+            "HTTP requests that generate",
+            registry=self._registry,
+            multiprocess_mode="livesum",
+        )
+        # Of several processes any may be asked: their parent stands for all.
+        pid = (lambda: "self") if folder is None else os.getppid
+        self._process = prometheus_client.ProcessCollector(pid=pid, registry=None)
+        self._rank(0)
 
     def loaded(self, config: EngineConfig, limits: EngineLimits) -> None:
         """Tell of a model that is ready."""
-        self.up.set(1)
-        self._info(
-            "model",
-            "The model",
-            model_name=self._model,
-            model=config.model,
-            device=limits.device,
-            dtype=limits.dtype,
-            max_model_len=limits.max_model_len,
-        )
-        self._info(
-            "cache_config",
-            "The KV cache",
-            engine="0",
-            block_size=limits.block_size,
-            num_gpu_blocks=limits.num_blocks,
-            num_cpu_blocks=limits.host_blocks,
-            kv_cache_size_tokens=limits.num_blocks * limits.block_size,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            cache_dtype=config.kv_cache_dtype,
-            enable_prefix_caching=config.enable_prefix_caching,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            sliding_window=limits.window,
-        )
+        self._engine["model"] = {
+            "model_name": self._model,
+            "model": config.model,
+            "device": limits.device,
+            "dtype": limits.dtype,
+            "max_model_len": limits.max_model_len,
+        }
+        self._engine["cache_config"] = {
+            "engine": 0,
+            "block_size": limits.block_size,
+            "num_gpu_blocks": limits.num_blocks,
+            "num_cpu_blocks": limits.host_blocks,
+            "kv_cache_size_tokens": limits.num_blocks * limits.block_size,
+            "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "sliding_window": limits.window,
+        }
 
-    def record(self, outputs: Outputs, changed: Iterable["RequestState"]) -> None:
+    def rank_up(self, rank: int) -> None:
+        """Tell of a rank that takes requests."""
+        self._up.add(rank)
+        self._rank(rank)
+
+    def rank_down(self, rank: int) -> None:
+        """Tell of a rank that has ended."""
+        self._up.discard(rank)
+
+    def stopped(self) -> None:
+        """Show nothing as running: the engine has ended."""
+        self._up.clear()
+
+    def record(self, outputs: Outputs, changed: Iterable["RequestState"], rank: int = 0) -> None:
         """Take in a step's outputs, and the requests that they changed."""
-        if outputs.stats is not None:
-            self.observe(outputs.stats)
+        mine = self._rank(rank)
         for _, waited in outputs.scheduled.values():
-            self.queue_time.observe(waited)
+            mine.queue_time.observe(waited)
         now = time.time()
         since: dict[float, int] = {}
         for state in changed:
             if state.last_token_time is None:
                 # A request that the core refused ends without a token.
                 if state.metrics.first_token_time is not None:
-                    self.ttft.observe(max(0.0, now - state.metrics.arrival_time))
+                    mine.ttft.observe(max(0.0, now - state.metrics.arrival_time))
             else:
                 since[state.last_token_time] = since.get(state.last_token_time, 0) + 1
             state.last_token_time = now
             if state.unfinished == 0:
                 reasons = [sample.finish_reason or "stop" for sample in state.samples.values()]
-                self._end(state, "error" if "error" in reasons else reasons[-1], now)
+                mine.end(state, "error" if "error" in reasons else reasons[-1], now)
         # Requests that run together got their last tokens together.
         for before, count in since.items():
-            self.itl.observe(max(0.0, now - before), count)
+            mine.itl.observe(max(0.0, now - before), count)
 
     def ended_early(self, state: "RequestState", reason: str) -> None:
         """Count a request that ended without its last output."""
-        self._end(state, reason, time.time())
-
-    def observe(self, stats: EngineStats) -> None:
-        """Take in the core's state after a step."""
-        self.running.set(stats.running)
-        self.waiting.set(stats.waiting)
-        self.kv_usage.set(stats.kv_cache_usage)
-        for counter, name in (
-            (self.preemptions, "preemptions"),
-            (self.prefix_queries, "prefix_queries"),
-            (self.prefix_hits, "prefix_hits"),
-            (self.prompt_tokens, "prompt_tokens"),
-            (self.generation_tokens, "generation_tokens"),
-        ):
-            counter.inc(getattr(stats, name) - getattr(self._last, name))
-        if stats.generation_tokens != self._last.generation_tokens:
-            self.iteration_tokens.observe(stats.step_tokens)
-        self._last = stats
+        self._rank(0).end(state, reason, time.time())
 
     def answered(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request; `handler` is its route's path, not the client's."""
         self._http.labels(method, handler, str(status)).inc()
 
-    def stopped(self) -> None:
-        """Show nothing as running: the engine has ended."""
-        for gauge in (self.running, self.waiting, self.kv_usage, self.up):
-            gauge.set(0)
+    def num_in_progress(self) -> int:
+        """Return the HTTP requests that generate, in all processes."""
+        return sum(
+            int(sample.value)
+            for family in self._counted()
+            if family.name == "http_requests_in_progress"
+            for sample in family.samples
+        )
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
@@ -240,97 +251,140 @@ class Metrics:
         return found
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics as prometheus_client's, without the time at which each was made."""
-        for family in self._registry.collect():
+        """Yield the metrics as prometheus_client's."""
+        yield from engine_families(self._prefix, self._model, self._stats(), self._up)
+        for name, labels in self._engine.items():
+            info = InfoMetricFamily(f"{self._prefix}{name}", _INFO[name])
+            info.add_metric([], {label: str(value) for label, value in labels.items()})
+            yield info
+        yield from self._counted()
+        yield from self._process.collect()
+
+    def _counted(self) -> Iterator[Family]:
+        """Yield what is counted here, without the time at which each was made."""
+        for family in (self._shared or self._registry).collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
 
-    def _end(self, state: "RequestState", reason: str, now: float) -> None:
-        self._by_reason[reason].inc()
-        self.e2e.observe(max(0.0, now - state.metrics.arrival_time))
-        if reason in ("stop", "length"):
-            self._requests.observe(state, now)
+    def _rank(self, rank: int) -> "_RankMetrics":
+        if rank not in self._ranks:
+            self._ranks[rank] = _RankMetrics(self, [self._model, str(rank)])
+        return self._ranks[rank]
 
-    def _info(self, name: str, text: str, **labels: Any) -> None:
-        info = prometheus_client.Info(f"{self._prefix}{name}", text, registry=self._registry)
-        info.info({label: str(value) for label, value in labels.items()})
-
-    def _gauge(self, name: str, text: str) -> prometheus_client.Gauge:
-        return self._labelled(prometheus_client.Gauge, name, text)
-
-    def _counter(self, name: str, text: str) -> prometheus_client.Counter:
-        return self._labelled(prometheus_client.Counter, name, text)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
-        return self._labelled(prometheus_client.Histogram, name, text, buckets=buckets)
-
-    def _labelled(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        labels = ["model_name", "engine"]
-        metric = kind(f"{self._prefix}{name}", text, labels, registry=self._registry, **options)
-        return metric.labels(self._model, "0")
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> "_Histogram":
+        return _Histogram(f"{self._prefix}{name}", text, _LABELS, registry=self._registry, buckets=buckets)
 
 
-class _CountingHistogram:
+class _Histogram(prometheus_client.Histogram):
     """A histogram that takes a value many times over at once: a step has as many as rows, of few values."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
-        self._name, self._text, self._model = name, text, model_name
-        self._bounds: list[float] = [*bounds, math.inf]
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
+    def observe(self, amount: float, count: int = 1) -> None:  # ty: ignore[invalid-method-override]
+        """Count `amount` `count` times."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count `value` `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
 
-    def collect(self) -> Iterator[Family]:
-        """Yield the histogram as prometheus_client's."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name", "engine"])
-        buckets = zip(self._bounds, itertools.accumulate(self._counts), strict=True)
-        family.add_metric(
-            [self._model, "0"], [(floatToGoString(bound), count) for bound, count in buckets], self._sum
-        )
-        yield family
+class _RankMetrics:
+    """What is counted of the requests that one rank ran."""
+
+    def __init__(self, metrics: Metrics, labels: Sequence[str]) -> None:
+        self.ttft = metrics.ttft.labels(*labels)
+        self.itl: Any = metrics.itl.labels(*labels)
+        self.queue_time = metrics.queue_time.labels(*labels)
+        self._e2e = metrics.e2e.labels(*labels)
+        self._requests = metrics.requests.labelled(labels)
+        self._success = {reason: metrics.success.labels(*labels, reason) for reason in _FINISH_REASONS}
+
+    def end(self, state: "RequestState", reason: str, now: float) -> None:
+        """Count a request that has ended, at `now` in seconds since the epoch."""
+        self._success[reason].inc()
+        self._e2e.observe(max(0.0, now - state.metrics.arrival_time))
+        if reason in ("stop", "length"):
+            self._requests.observe(state, now)
 
 
 class _RequestHistograms:
     """Distributions over requests that ran to their end: tokens, parameters, and how long each part took."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        def tokens(name: str, text: str) -> prometheus_client.Histogram:
-            return metrics._histogram(f"request_{name}", text, _TOKENS)
+    def __init__(self, make: Callable[..., Any]) -> None:
+        """`make` makes a histogram of a name, a text and buckets, in seconds if none are given."""
+        self.prompt = make("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.generated = make(
+            "request_generation_tokens", "Tokens generated for a request, of all its samples", _TOKENS
+        )
+        self.longest = make(
+            "request_max_num_generation_tokens", "Tokens of a request's longest sample", _TOKENS
+        )
+        self.max_tokens = make("request_params_max_tokens", "The parameter max_tokens", _TOKENS)
+        self.n = make("request_params_n", "The parameter n", _SAMPLES)
+        self.prefill = make("request_prefill_time_seconds", "From the first step to the first token")
+        self.decode = make("request_decode_time_seconds", "From the first token to the last")
+        self.inference = make("request_inference_time_seconds", "From the first step to the last token")
+        self.per_token = make("request_time_per_output_token_seconds", "Mean time between a request's tokens")
 
-        def seconds(name: str, text: str) -> prometheus_client.Histogram:
-            return metrics._histogram(f"request_{name}_seconds", text, _SECONDS)
-
-        self._prompt = tokens("prompt_tokens", "Tokens of a prompt")
-        self._generated = tokens("generation_tokens", "Tokens generated for a request, of all its samples")
-        self._longest = tokens("max_num_generation_tokens", "Tokens of a request's longest sample")
-        self._max_tokens = tokens("params_max_tokens", "The parameter max_tokens")
-        self._n = metrics._histogram("request_params_n", "The parameter n", _SAMPLES)
-        self._prefill = seconds("prefill_time", "From the first step to the first token")
-        self._decode = seconds("decode_time", "From the first token to the last")
-        self._inference = seconds("inference_time", "From the first step to the last token")
-        self._per_token = seconds("time_per_output_token", "Mean time between a request's tokens")
+    def labelled(self, labels: Sequence[str]) -> "_RequestHistograms":
+        """Return the histograms of one rank."""
+        mine = copy(self)
+        for name, histogram in vars(self).items():
+            setattr(mine, name, histogram.labels(*labels))
+        return mine
 
     def observe(self, state: "RequestState", now: float) -> None:
         """Take in a request that has finished."""
         params, times = state.request.params, state.metrics
         lengths = [sample.num_tokens for sample in state.samples.values()]
-        self._prompt.observe(len(state.request.prompt.token_ids))
-        self._generated.observe(sum(lengths))
-        self._longest.observe(max(lengths))
-        self._n.observe(params.n)
+        self.prompt.observe(len(state.request.prompt.token_ids))
+        self.generated.observe(sum(lengths))
+        self.longest.observe(max(lengths))
+        self.n.observe(params.n)
         if params.max_tokens is not None:
-            self._max_tokens.observe(params.max_tokens)
+            self.max_tokens.observe(params.max_tokens)
         started = times.arrival_time + (times.time_in_queue or 0.0)
         first = times.first_token_time or now
-        self._prefill.observe(max(0.0, first - started))
-        self._decode.observe(max(0.0, now - first))
-        self._inference.observe(max(0.0, now - started))
+        self.prefill.observe(max(0.0, first - started))
+        self.decode.observe(max(0.0, now - first))
+        self.inference.observe(max(0.0, now - started))
         if max(lengths) > 1:
-            self._per_token.observe(max(0.0, now - first) / (max(lengths) - 1))
+            self.per_token.observe(max(0.0, now - first) / (max(lengths) - 1))
+
+
+def engine_families(
+    prefix: str, model: str, stats: Mapping[int, EngineStats], up: Collection[int]
+) -> Iterator[Family]:
+    """Yield the state of ranks as prometheus_client's metrics; nothing runs on those that are not `up`."""
+    gauges: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+        ("num_requests_running", "Requests that hold KV cache", lambda rank: rank.running),
+        ("num_requests_waiting", "Requests in the queue", lambda rank: rank.waiting),
+        ("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1", lambda rank: rank.kv_cache_usage),
+    )
+    counters = (
+        ("num_preemptions", "Preempted requests", "preemptions"),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
+        ("prompt_tokens", "Prompt tokens of requests that ran", "prompt_tokens"),
+        ("generation_tokens", "Tokens generated", "generation_tokens"),
+    )
+    known = dict(stats) or {0: EngineStats()}
+    alive = GaugeMetricFamily(f"{prefix}engine_up", "1 while the rank is loaded and runs", labels=_LABELS)
+    for rank in known:
+        alive.add_metric([model, str(rank)], float(rank in up))
+    yield alive
+    for name, text, value in gauges:
+        gauge = GaugeMetricFamily(f"{prefix}{name}", text, labels=_LABELS)
+        for rank, state in known.items():
+            gauge.add_metric([model, str(rank)], value(state) if rank in up else 0.0)
+        yield gauge
+    for name, text, field in counters:
+        counter = CounterMetricFamily(f"{prefix}{name}", text, labels=_LABELS)
+        for rank, state in known.items():
+            counter.add_metric([model, str(rank)], getattr(state, field))
+        yield counter
+    steps = HistogramMetricFamily(f"{prefix}iteration_tokens_total", "Tokens that a step ran", labels=_LABELS)
+    for rank, state in known.items():
+        bounds = zip([*STEP_BOUNDS, math.inf], itertools.accumulate(state.step_buckets), strict=True)
+        buckets = [(floatToGoString(bound), count) for bound, count in bounds]
+        steps.add_metric([model, str(rank)], buckets, state.ran_tokens)
+    yield steps
 
 
 def _values(family: Family) -> Iterator[Metric]:
@@ -339,8 +393,14 @@ def _values(family: Family) -> Iterator[Metric]:
         for sample in family.samples:
             yield kind(sample.name, dict(sample.labels), sample.value)
         return
-    # The engine's histograms have one series each.
-    samples = {sample.name.removeprefix(family.name): sample for sample in family.samples}
-    buckets = {sample.labels["le"]: int(sample.value) for sample in family.samples if "le" in sample.labels}
-    count, total = samples["_count"], samples["_sum"]
-    yield Histogram(family.name, dict(count.labels), int(count.value), total.value, buckets)
+    series: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    for sample in family.samples:
+        labels = {name: value for name, value in sample.labels.items() if name != "le"}
+        found = series.setdefault(tuple(labels.items()), Histogram(family.name, labels, 0, 0.0, {}))
+        if "le" in sample.labels:
+            found.buckets[sample.labels["le"]] = int(sample.value)
+        elif sample.name.endswith("_count"):
+            found.count = int(sample.value)
+        else:
+            found.sum = sample.value
+    yield from series.values()

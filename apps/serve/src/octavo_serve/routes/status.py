@@ -9,11 +9,12 @@ from octavo_serve.routes.requests import server_of
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 when requests are taken, 503 while the model loads, at the end, or when the engine died."""
-    trouble = server_of(request).trouble
-    if trouble is not None:
-        raise ApiError(503, trouble)
-    return JSONResponse({"status": "ok"})
+    """Answer 200 when requests are run, "degraded" where some ranks are down; 503 when no rank is up."""
+    server = server_of(request)
+    if server.trouble is not None:
+        raise ApiError(503, server.trouble)
+    down = {str(rank): reason for rank, reason in server.engine.ranks_down.items()}
+    return JSONResponse({"status": "degraded", "ranks_down": down} if down else {"status": "ok"})
 
 
 async def version(request: Request) -> Response:
@@ -27,7 +28,7 @@ async def load(request: Request) -> Response:
     stats = server.engine.stats
     return JSONResponse(
         {
-            "server_load": len(server.streams),
+            "server_load": server.engine.metrics.num_in_progress(),
             "num_requests_running": stats.running,
             "num_requests_waiting": stats.waiting,
             "kv_cache_usage": stats.kv_cache_usage,

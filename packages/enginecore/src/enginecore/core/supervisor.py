@@ -69,7 +69,8 @@ class RankSupervisor:
     def __init__(self, config: EngineConfig) -> None:
         """Start all ranks that `config` gives to this host, without waiting for them."""
         self._config = config
-        self._folder = private_folder()
+        self.folder = private_folder()
+        """Private, and removed at the end."""
         self._listener: Callable[[RankEvent], None] | None = None
         self._untold: list[RankEvent] = []
         self._telling = threading.Lock()
@@ -81,7 +82,7 @@ class RankSupervisor:
         self._selector.register(woken, selectors.EVENT_READ)
         ranks = config.local_ranks
         self._ranks = [
-            _Rank(RankPlace(rank, index, len(ranks)), self._folder / f"board-{rank}")
+            _Rank(RankPlace(rank, index, len(ranks)), self.folder / f"board-{rank}")
             for index, rank in enumerate(ranks)
         ]
         self.boards = {state.place.rank: state.board for state in self._ranks}
@@ -114,7 +115,7 @@ class RankSupervisor:
             process.release()
         for process in processes:
             process.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self) -> None:
         looked = time.monotonic()
@@ -144,7 +145,7 @@ class RankSupervisor:
         place = state.place
         settings = CoreSettings(
             config=config,
-            address=f"ipc://{self._folder}/core-{place.rank}-{place.incarnation}",
+            address=f"ipc://{self.folder}/core-{place.rank}-{place.incarnation}",
             board=str(state.board),
             place=place,
             coordinator=self.coordinator,

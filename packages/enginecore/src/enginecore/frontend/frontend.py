@@ -36,6 +36,8 @@ from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_SEED_BITS = 40
+"""Each front-end has 2**40 seeds before it comes to those of the next."""
 _PIECE = 4096
 """Token ids to turn into text at once."""
 
@@ -56,6 +58,7 @@ class Frontend:
         files: The model's files.
         tokenizer: Its tokenizer; without one, only token ids go in and come out.
         clock: Gives seconds since the epoch.
+        number: Its own among the front-ends of the engine: they draw from seeds far apart.
 
     Raises:
         ConfigError: the option chat_template names no template that parses.
@@ -67,6 +70,8 @@ class Frontend:
         files: ModelFiles,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float] = time.time,
+        *,
+        number: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         if tokenizer is None:
@@ -79,7 +84,7 @@ class Frontend:
         """What the model recommends for parameters that a request leaves open."""
         self._config = config
         self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
-        self._unseeded = itertools.count(config.seed)
+        self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))
         self._outputs = OutputProcessor(tokenizer, clock)
         self._own_template: ChatTemplate | None = None
         if config.chat_template is not None:
@@ -263,8 +268,12 @@ class Frontend:
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is None:
-            return next(self._unseeded)
-        return (params.seed + index + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
+            return _as_int64(next(self._unseeded))
+        return _as_int64(params.seed + index)
+
+
+def _as_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def _salted(prompt: Prompt, cache_salt: str | None) -> Prompt:

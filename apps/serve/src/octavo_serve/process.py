@@ -1,0 +1,90 @@
+"""One HTTP process of the server: `python -m octavo_serve.process`, started by the supervisor.
+
+Its settings are the first line of standard input, and the ups and downs of ranks those that follow; it ends
+when that closes. On standard output it says when it is ready, or why it could not start.
+"""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from enginecore import EngineConfig, PipedRanks, logs
+from enginecore.data_parallel.messages import CoordinatorAddress
+from enginecore.errors import OctavoError
+from octavo_serve.config import ServeConfig
+
+
+class HttpSettings(msgspec.Struct):
+    """Settings of an HTTP process."""
+
+    engine: EngineConfig
+    server: ServeConfig
+    listener: int
+    """Descriptor of the socket that all HTTP processes accept from."""
+    index: int
+    """Among the HTTP processes."""
+    number: int
+    """As a front-end; a process that takes another's place has another number."""
+    boards: dict[int, str]
+    """Path of each rank's board."""
+    coordinator: CoordinatorAddress | None
+    metrics: str
+    """Folder in which all HTTP processes count."""
+    log: logs.LogSettings
+
+
+class HttpReady(msgspec.Struct, tag="ready"):
+    """HTTP process to supervisor: it takes requests."""
+
+
+class HttpFailed(msgspec.Struct, tag="failed"):
+    """HTTP process to supervisor: it cannot start; `message` says why in one line."""
+
+    message: str
+
+
+def main() -> int:
+    """Serve until asked to stop."""
+    # Ctrl-C reaches the supervisor, which decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    settings = msgspec.json.decode(line, type=HttpSettings)
+    logs.configure(settings.log)
+    # Only now what takes a while to import.
+    from enginecore import AsyncEngine
+    from octavo_serve.server import run
+
+    def report(message: HttpReady | HttpFailed) -> None:
+        output.write(msgspec.json.encode(message) + b"\n")
+        output.flush()
+
+    def engine() -> AsyncEngine:
+        boards = {rank: Path(path) for rank, path in settings.boards.items()}
+        return AsyncEngine(
+            settings.engine,
+            name=next(iter(settings.server.served_model_name), None),
+            metrics_prefix=settings.server.metrics_prefix,
+            metrics_folder=settings.metrics,
+            ranks=PipedRanks(boards, settings.coordinator, sys.stdin.buffer, lambda: os._exit(1)),
+            number=settings.number,
+        )
+
+    listener = socket.socket(fileno=settings.listener)
+    try:
+        return run(listener, engine, settings.server, settings.index, lambda: report(HttpReady()))
+    except OctavoError as error:
+        report(HttpFailed(str(error)))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

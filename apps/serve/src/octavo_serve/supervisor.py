@@ -1,0 +1,205 @@
+"""The server's supervisor: starts HTTP processes and ranks, and starts again what dies. Needs no torch."""
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+
+import msgspec
+
+from enginecore import EngineConfig, RankSupervisor, __version__, logs
+from enginecore.errors import ModelError
+from enginecore.messages import RankDown, RankEvent, RankOut
+from enginecore.threads import user_environment
+from octavo_serve.config import ServeConfig
+from octavo_serve.listening import url
+from octavo_serve.process import HttpFailed, HttpReady, HttpSettings
+
+STOPPED = 0
+ENGINE_DIED = 1
+
+_COMMAND = (sys.executable, "-P", "-m", "octavo_serve.process")
+_MOST_DEATHS, _WINDOW = 5, 300.0
+"""An HTTP process that dies more often in so many seconds is not started again."""
+
+logger = logging.getLogger(__name__)
+_message = msgspec.json.Decoder(HttpReady | HttpFailed)
+
+
+class _HttpProcess:
+    """A running HTTP process."""
+
+    def __init__(self, settings: HttpSettings, told: "SimpleQueue[_Told]") -> None:
+        self.index = settings.index
+        self.is_ready = False
+        self.failure: str | None = None
+        self._process = subprocess.Popen(
+            _COMMAND,
+            env=user_environment() | {"PROMETHEUS_MULTIPROC_DIR": settings.metrics},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(settings.listener,),
+            start_new_session=True,
+        )
+        self._write(msgspec.json.encode(settings))
+        threading.Thread(target=self._watch, args=(told,), daemon=True, name="http-watch").start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, event: RankEvent) -> None:
+        """Tell it of a rank."""
+        self._write(msgspec.json.encode(event))
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def ending(self) -> int:
+        """Wait for its end and return its exit status."""
+        return self._process.wait()
+
+    def _write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            logger.debug("HTTP process %d has ended before it was told", self.index)
+
+    def _watch(self, told: "SimpleQueue[_Told]") -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = _message.decode(line)
+            if isinstance(message, HttpFailed):
+                self.failure = message.message
+            else:
+                self.is_ready = True
+        self._process.wait()
+        told.put(self)
+
+
+_Told = RankEvent | _HttpProcess | signal.Signals
+"""What happens: news of a rank, the end of an HTTP process, a signal."""
+
+
+class Supervisor:
+    """One run of `octavo-serve`."""
+
+    def __init__(self, listener: socket.socket, engine: EngineConfig, server: ServeConfig) -> None:
+        self._listener = listener
+        self._engine = engine
+        self._server = server
+        self._told: SimpleQueue[_Told] = SimpleQueue()
+        self._last: dict[int, RankEvent] = {}
+        """The newest event of each rank, for HTTP processes that are started later."""
+        self._processes: list[_HttpProcess] = []
+        self._number = 0
+        self._deaths: deque[float] = deque()
+        self._stopping = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self._told.put(signal.Signals(number)))
+        self._ranks = RankSupervisor(engine)
+        self._metrics = self._ranks.folder / "metrics"
+        self._metrics.mkdir(mode=0o700)
+
+    def run(self) -> int:
+        """Serve until asked to stop, or until no rank can be started any more; return the exit status.
+
+        Raises:
+            ModelError: the model could not be loaded, or an HTTP process not be started.
+        """
+        logger.info("version %s", __version__)
+        logger.info("listening on %s, loading %s", url(self._listener), self._engine.model)
+        try:
+            count = self._server.api_server_count or len(self._engine.local_ranks)
+            for index in range(count):
+                self._start(index)
+            self._ranks.listen(self._told.put)
+            return self._serve()
+        finally:
+            for process in self._processes:
+                process.signal(signal.SIGKILL)
+            self._ranks.stop()
+
+    def _serve(self) -> int:
+        while True:
+            told = self._told.get()
+            if isinstance(told, signal.Signals):
+                self._stopping = True
+                for process in self._processes:
+                    process.signal(signal.SIGTERM)
+            elif isinstance(told, _HttpProcess):
+                status = self._on_http_end(told)
+                if status is not None:
+                    return status
+            else:
+                self._on_rank(told)
+
+    def _on_rank(self, event: RankEvent) -> None:
+        # Suspects concern the front-ends of that moment only.
+        kept = msgspec.structs.replace(event, suspects=[]) if isinstance(event, RankDown) else event
+        self._last[event.rank] = kept
+        for process in self._processes:
+            process.tell(event)
+
+    def _on_http_end(self, process: _HttpProcess) -> int | None:
+        """Start an HTTP process again that has died; return the exit status if the server is to end."""
+        self._processes.remove(process)
+        status = process.ending()
+        if process.failure is not None:
+            raise ModelError(process.failure)
+        if self._stopping:
+            if self._processes:
+                return None
+            logger.info("stopped")
+            return STOPPED
+        if status == ENGINE_DIED and self._all_out:
+            return ENGINE_DIED
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        logger.error("HTTP process %d has ended (%s)", process.index, how)
+        self._forget_counts(process.pid)
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - _WINDOW:
+            self._deaths.popleft()
+        if len(self._deaths) > _MOST_DEATHS:
+            logger.error("HTTP processes have died %d times of late: ending", len(self._deaths))
+            return ENGINE_DIED
+        self._start(process.index)
+        return None
+
+    @property
+    def _all_out(self) -> bool:
+        return len(self._last) == len(self._ranks.boards) and all(
+            isinstance(event, RankOut) for event in self._last.values()
+        )
+
+    def _start(self, index: int) -> None:
+        settings = HttpSettings(
+            engine=self._engine,
+            server=self._server,
+            listener=self._listener.fileno(),
+            index=index,
+            number=self._number,
+            boards={rank: str(path) for rank, path in self._ranks.boards.items()},
+            coordinator=self._ranks.coordinator,
+            metrics=str(self._metrics),
+            log=logs.current(),
+        )
+        self._number += 1
+        process = _HttpProcess(settings, self._told)
+        self._processes.append(process)
+        for event in self._last.values():
+            process.tell(event)
+
+    def _forget_counts(self, pid: int) -> None:
+        """Forget what a process that has died had going on; what it has counted stays."""
+        for path in self._metrics.glob(f"gauge_live*_{pid}.db"):
+            path.unlink()

@@ -1,0 +1,242 @@
+"""The dispatcher: sends one front-end's requests to ranks, and sends them again when a rank has ended."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from enginecore.core.client import CoreClient
+from enginecore.data_parallel.link import FrontendLink
+from enginecore.data_parallel.loads import LoadView
+from enginecore.data_parallel.messages import CoordinatorAddress
+from enginecore.errors import ModelError
+from enginecore.frontend.frontend import Frontend
+from enginecore.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineLimits,
+    FrontendMessage,
+    Outputs,
+    RankDown,
+    RankEvent,
+    RankOut,
+    RankUp,
+)
+
+logger = logging.getLogger(__name__)
+
+_DEATHS_BEFORE_TRIAL = 2
+"""A request that was in so many steps which ended a core runs alone from then on."""
+
+
+class _Rank:
+    """A rank that is up."""
+
+    def __init__(self, client: CoreClient, reading: asyncio.Task[None]) -> None:
+        self.client = client
+        self.reading = reading
+
+    def close(self) -> None:
+        self.reading.cancel()
+        self.client.close()
+
+
+class Dispatcher:
+    """The ranks as one front-end sees them, and which of its requests each has.
+
+    A request goes to the rank with the least load, all samples of it to the same. What a rank had when it
+    ended goes on elsewhere, after the tokens that came so far; while no rank is up requests wait for one. To
+    be used in one event loop.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], frontend: Frontend, number: int, coordinator: CoordinatorAddress | None
+    ) -> None:
+        """`number` is this front-end's among all of these ranks."""
+        self._all = list(ranks)
+        self._frontend = frontend
+        self._number = number
+        self._up: dict[int, _Rank] = {}
+        self.down: dict[int, str] = {}
+        """Ranks that have ended, and why: they are being started again."""
+        self.out: dict[int, str] = {}
+        """Ranks that are not started again, and why."""
+        self.on_outputs: Callable[[int, Outputs], None] = lambda rank, outputs: None
+        """Called with each rank's outputs."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a rank is up, down or out."""
+        self._loads = LoadView(self._all, number)
+        self._rank_of: dict[int, int] = {}
+        """By number of a request's sample that has not finished."""
+        self._waiting: list[list[AddRequest]] = []
+        """What found no rank up."""
+        self._deaths: Counter[int] = Counter()
+        """By number: steps that ended a core with it."""
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+        if coordinator is not None:
+            self._following = asyncio.create_task(self._follow(FrontendLink(coordinator, number)))
+
+    @property
+    def up(self) -> list[int]:
+        """Ranks that run requests."""
+        return sorted(self._up)
+
+    @property
+    def failure(self) -> str | None:
+        """The reason of the rank that was given up last, if there is no other; None while one may run."""
+        return next(reversed(self.out.values())) if len(self.out) == len(self._all) else None
+
+    async def ready(self) -> EngineLimits:
+        """Wait until all ranks have loaded the model, and return its limits.
+
+        Raises:
+            ModelError: one could not.
+        """
+        while len(self._up) < len(self._all):
+            if self.out:
+                raise ModelError(next(iter(self.out.values())))
+            self._changed.clear()
+            await self._changed.wait()
+        limits = self._frontend.limits
+        assert limits is not None, "a rank that is up has told its limits"
+        return limits
+
+    def take(self, event: RankEvent) -> None:
+        """Take in what has become of a rank."""
+        match event:
+            case RankUp():
+                self._on_up(event)
+            case RankDown():
+                self._on_down(event)
+            case RankOut(rank=rank, reason=reason):
+                self.down.pop(rank, None)
+                self.out[rank] = reason
+        self._changed.set()
+        self.on_change()
+
+    def send(self, messages: Sequence[AddRequest]) -> None:
+        """Send the samples of one request to a rank; while none is up they wait for one."""
+        now = time.monotonic()
+        rank = self._loads.choose(now)
+        if rank is None:
+            self._waiting.append(list(messages))
+            return
+        for message in messages:
+            self._rank_of[message.number] = rank
+            self._loads.sent(rank, now)
+            self._up[rank].client.send(message)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Let ranks forget samples."""
+        by_rank: dict[int, list[int]] = {}
+        for number in numbers:
+            rank = self._forget(number)
+            if rank is not None:
+                by_rank.setdefault(rank, []).append(number)
+        for rank, mine in by_rank.items():
+            self._up[rank].client.send(AbortRequests(mine))
+        if self._waiting:
+            dropped = set(numbers)
+            kept = ([message for message in some if message.number not in dropped] for some in self._waiting)
+            self._waiting = [some for some in kept if some]
+
+    def broadcast(self, message: FrontendMessage) -> None:
+        """Send a message to every rank that is up."""
+        for rank in self._up.values():
+            rank.client.send(message)
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._following is not None:
+            self._following.cancel()
+        for rank in self._up.values():
+            rank.close()
+        self._up.clear()
+
+    def _on_up(self, event: RankUp) -> None:
+        rank = event.rank
+        self.down.pop(rank, None)
+        if self._frontend.limits is None:
+            self._frontend.limits = event.limits
+        client = CoreClient(event.address, self._number)
+        self._up[rank] = _Rank(client, asyncio.create_task(self._read(rank, client)))
+        self._loads.set_up(rank, event.incarnation)
+        waiting, self._waiting = self._waiting, []
+        for messages in waiting:
+            self.send(messages)
+
+    def _on_down(self, event: RankDown) -> None:
+        self.down[event.rank] = event.reason
+        self._loads.set_down(event.rank)
+        rank = self._up.pop(event.rank, None)
+        if rank is not None:
+            rank.close()
+        lost = [number for number, where in self._rank_of.items() if where == event.rank]
+        suspects = [number for frontend, number in event.suspects if frontend == self._number]
+        for number in suspects:
+            self._deaths[number] += 1
+        if event.alone and len(event.suspects) == len(suspects) == 1:
+            self._convict(event.rank, suspects[0], event.reason)
+        self._resume(lost)
+
+    def _convict(self, rank: int, number: int, reason: str) -> None:
+        """End a request that has ended a core while it ran alone."""
+        if number not in self._rank_of:
+            return
+        said = (
+            f"the engine ended each time that it ran this request, the last time with nothing else: {reason}"
+        )
+        outputs = Outputs.empty()
+        outputs.errors = {number: said}
+        self._forget(number)
+        self.on_outputs(rank, outputs)
+
+    def _resume(self, lost: Sequence[int]) -> None:
+        """Send samples whose rank has ended to another."""
+        suspected = [number for number in lost if self._deaths[number] >= _DEATHS_BEFORE_TRIAL]
+        messages = self._frontend.resume(lost, alone=suspected)
+        for number in lost:
+            self._rank_of.pop(number, None)
+            deaths = self._deaths.pop(number, 0)
+            if number in messages and deaths:
+                self._deaths[messages[number].number] = deaths
+        if messages:
+            logger.info("%d requests go on elsewhere", len(messages))
+        for message in messages.values():
+            self.send([message])
+
+    def _forget(self, number: int) -> int | None:
+        """Forget a sample that has ended; return the rank that had it."""
+        self._deaths.pop(number, None)
+        rank = self._rank_of.pop(number, None)
+        if rank is not None and rank in self._up:
+            self._loads.ended(rank)
+            return rank
+        return None
+
+    async def _read(self, rank: int, client: CoreClient) -> None:
+        while True:
+            outputs = await client.receive()
+            try:
+                self._take_outputs(rank, outputs)
+            except Exception:
+                # Whoever waits for them must not wait for ever.
+                logger.exception("outputs of rank %d cannot be read", rank)
+                raise
+
+    def _take_outputs(self, rank: int, outputs: Outputs) -> None:
+        for number in outputs.numbers[outputs.finished != 0].tolist():
+            self._forget(number)
+        for number in outputs.errors:
+            self._forget(number)
+        self.on_outputs(rank, outputs)
+
+    async def _follow(self, link: FrontendLink) -> None:
+        """Take in the coordinator's snapshots."""
+        try:
+            while True:
+                self._loads.update(await link.receive(), time.monotonic())
+        finally:
+            link.close()
