@@ -39,8 +39,9 @@ class LLMEngine:
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
         self._core = start_core(config, files)
         self.frontend.limits = self._core.limits
-        self._metrics = Metrics(config.model)
+        self._metrics = Metrics(config.model, stats=lambda: {0: self._core.stats()})
         self._metrics.loaded(config, self._core.limits)
+        self._metrics.rank_up(0)
         self._unreturned: list[RequestOutput] = []
         """Outputs of a step that Ctrl-C kept from returning them."""
 
@@ -132,8 +133,6 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Return counters, gauges and histograms as they are now."""
-        if self._core.error is None:
-            self._metrics.observe(self._core.stats())
         return self._metrics.values()
 
     def reset_prefix_cache(self) -> None:

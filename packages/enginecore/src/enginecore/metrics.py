@@ -278,7 +278,7 @@ class Metrics:
 class _Histogram(prometheus_client.Histogram):
     """A histogram that takes a value many times over at once: a step has as many as rows, of few values."""
 
-    def observe(self, amount: float, count: int = 1) -> None:  # ty: ignore[invalid-method-override]
+    def observe(self, amount: float, count: int = 1) -> None:  # ty: ignore[incompatible-method-override]
         """Count `amount` `count` times."""
         self._sum.inc(amount * count)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
