@@ -146,4 +146,14 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     message: str
 
 
-CoreMessage = Outputs | EngineLimits | Failed
+class KVEvents(msgspec.Struct, tag="kv_events", array_like=True):
+    """Core to front-end: changes of its prefix cache, in 8-byte keys; see `data_parallel.prefixes`."""
+
+    stored: NDArray[np.int64]
+    removed: NDArray[np.int64]
+    """None of them is in `stored`."""
+    cleared: bool = False
+    """Whether all keys of before have gone; it comes before the others."""
+
+
+CoreMessage = Outputs | EngineLimits | Failed | KVEvents
