@@ -163,7 +163,17 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
         return cls(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int8))
 
 
-CoreMessage = Outputs
+class KVEvents(msgspec.Struct, tag="kv_events", array_like=True):
+    """Core to front-end: changes of its prefix cache, in 8-byte keys; see `data_parallel.prefixes`."""
+
+    stored: NDArray[np.int64]
+    removed: NDArray[np.int64]
+    """None of them is in `stored`."""
+    cleared: bool = False
+    """Whether all keys of before have gone; it comes before the others."""
+
+
+CoreMessage = Outputs | KVEvents
 
 
 class Ready(msgspec.Struct, tag="ready"):
