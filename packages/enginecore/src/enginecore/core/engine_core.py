@@ -27,7 +27,7 @@ from batchsched import (
 from enginecore.config import EngineConfig
 from enginecore.core.policies import make_policy
 from enginecore.errors import ContextLengthError, EngineDeadError
-from enginecore.executor.executor import Executor, make_executor
+from enginecore.executor.executor import Executor, OnLoaded, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
@@ -47,8 +47,10 @@ _Logprobs = list[tuple[int, PositionLogprobs]]
 """By handle."""
 
 
-def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
+def start_core(config: EngineConfig, files: ModelFiles, on_loaded: OnLoaded | None = None) -> "EngineCore":
     """Import plug-ins, start the workers, and return a core once they are ready.
+
+    `on_loaded` is told of weights as they are read.
 
     Raises:
         ConfigError: a plug-in or the policy cannot be had, before anything is started; or as `make_executor`.
@@ -56,7 +58,7 @@ def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
     """
     import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
-    return EngineCore(config, make_executor(config, files), policy)
+    return EngineCore(config, make_executor(config, files, on_loaded), policy)
 
 
 class _Counters:
