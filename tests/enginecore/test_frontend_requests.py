@@ -73,6 +73,15 @@ def test_an_empty_text_is_a_prompt_where_bos_is_added(tokenizer_folders: dict[st
     assert frontend.prepare_prompt("", add_special_tokens=False).token_ids == []
 
 
+@pytest.mark.parametrize("given", [{"cache_salt": "\ud800"}, {}])
+def test_a_salt_of_half_a_surrogate_pair_is_refused(frontend: Frontend, given: dict[str, str]) -> None:
+    prompt = frontend.prepare_prompt({"prompt": "a", **given}, cache_salt="x\udfff")
+    with pytest.raises(RequestError, match="half a surrogate pair") as refusal:
+        add(frontend, "r", prompt, greedy())
+    assert refusal.value.param == "cache_salt"
+    assert frontend.unfinished == 0
+
+
 @pytest.mark.parametrize("token", [-1, 320, 2**63])
 def test_ids_outside_the_vocabulary_are_refused(frontend: Frontend, token: int) -> None:
     with pytest.raises(RequestError, match=f"token id {token}, but the vocabulary ends at 319"):
