@@ -1,8 +1,4 @@
-"""Libraries that recognise a prompt that is too long: litellm falls back, langchain trims the prompt.
-
-They are no dependency of this project. To run these tests:
-`uv run --with litellm --with langchain-openai pytest tests/e2e/test_client_libraries.py`.
-"""
+"""Libraries that recognise a prompt that is too long: litellm falls back, langchain trims the prompt."""
 
 import os
 from pathlib import Path
@@ -28,7 +24,8 @@ def server(tmp_path_factory: pytest.TempPathFactory):
 
 def test_litellm_falls_back_to_a_model_with_a_longer_context(server):
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
+    import litellm
+
     ours = {"model": "hosted_vllm/tiny", "api_base": f"{server.url}/v1", "api_key": "none"}
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(messages=LONG, **ours, num_retries=0)
@@ -46,10 +43,11 @@ def test_litellm_falls_back_to_a_model_with_a_longer_context(server):
 
 
 def test_langchain_raises_its_context_overflow_error(server):
-    langchain = pytest.importorskip("langchain_openai")
-    exceptions = pytest.importorskip("langchain_core.exceptions")
-    model = langchain.ChatOpenAI(model="tiny", base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(exceptions.ContextOverflowError):
+    from langchain_core.exceptions import ContextOverflowError
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="tiny", base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(ContextOverflowError):
         model.invoke("a" * 300)
-    with pytest.raises(exceptions.ContextOverflowError):
+    with pytest.raises(ContextOverflowError):
         list(model.stream("a" * 300))

@@ -1,4 +1,4 @@
-"""Vocabularies that the text tests share."""
+"""Vocabularies and a front-end that the text tests share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,9 @@ import pytest
 import vocabularies
 from byte_tokenizer import ROLES, backend
 from data_files import STORIES
+from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.text.tokenizer import Tokenizer
+from front_ends import front
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +45,9 @@ def byte_folder(tmp_path: Path) -> Path:
     """A folder that holds only the byte tokenizer's tokenizer.json."""
     backend().save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+@pytest.fixture
+def frontend(byte_tokenizer: Tokenizer) -> Frontend:
+    """A front-end whose tokenizer's ids are bytes."""
+    return front(byte_tokenizer)

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import llama_config, save_random
 from collectives import LocalCommunicator
 from cores import Ask, run, start_core
+from enginecore import LLMEngine
+from enginecore.config import make_config
 from enginecore.errors import ModelError
 from enginecore.model_files import locate
 from enginecore.sampling_params import SamplingParams
@@ -56,6 +58,14 @@ def test_shards_give_what_one_file_gives(whole, sharded):
     expected, got = (run(start_core(path), [ask])[0] for path in (whole, sharded))
     assert got.tokens == expected.tokens
     assert got.logprobs == expected.logprobs
+
+
+def test_loading_tells_how_many_tensors_are_there(whole):
+    told: list[tuple[int, int]] = []
+    config = make_config({"model": str(whole), "dtype": "float32", "device": "cpu", "max_model_len": 64})
+    LLMEngine(config, on_loaded=lambda *counts: told.append(counts)).shutdown()
+    total = len(load_file(whole / "model.safetensors"))
+    assert told == [(done, total) for done in range(1, total + 1)]
 
 
 def test_a_missing_shard(sharded):

@@ -106,8 +106,11 @@ def test_a_user_has_two_ranks(tmp_path):
 def test_whole_experts_on_each_rank(tmp_path):
     path = save_random(mixtral_config(), tmp_path / "model")
     config = options(path, tensor_parallel_size=2, enable_expert_parallel=True)
-    executor = make_executor(config, locate(config.model))
+    told: list[tuple[int, int]] = []
+    executor = make_executor(config, locate(config.model), lambda *counts: told.append(counts))
     assert_same(run(EngineCore(config, executor), ragged_asks()), run(start_core(path), ragged_asks()))
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] > 0
     executor.shutdown()
 
 

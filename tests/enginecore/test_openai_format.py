@@ -31,6 +31,14 @@ def test_an_error_names_the_field_and_the_place():
         (b'{"temperature": "x"}', "temperature: Expected `float | null`, got `str`", "temperature"),
         (b'{"stop": ["a", 1]}', "stop[1]: Expected `str`, got `int`", "stop"),
         (b"{", "the body is not valid JSON: Input data was truncated", None),
+        (b'{"n": 1, "max_tokens": 1e400}', "max_tokens: Number out of range", "max_tokens"),
+        (b'{"max_tokens": 1' + b"0" * 5000 + b"}", "max_tokens: Integer value out of range", "max_tokens"),
+        (b'{"stop": [{"a": 1e400}]}', "stop: Number out of range", "stop"),
+        (
+            b'{"max_tokens": 1' + b"0" * 30 + b"}",
+            "max_tokens: Expected `int` <= 9223372036854775807",
+            "max_tokens",
+        ),
         (b"[1]", "Expected `object`, got `array`", None),
         (b'{"prompt":' + b"[" * 10_000, "the body is nested too deeply", None),
     ):

@@ -127,9 +127,10 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         bar.ended()
     assert "1/3" in terminal.getvalue()
     assert "tok/s" in terminal.getvalue()
-    with show_loading("tiny"):
-        pass
+    with show_loading("tiny") as on_loaded:
+        on_loaded(2, 7)
     assert "loading tiny" in terminal.getvalue()
+    assert "2/7" in terminal.getvalue()
 
 
 def test_elsewhere_there_are_plain_lines_every_few_seconds(capsys):
@@ -144,6 +145,17 @@ def test_elsewhere_there_are_plain_lines_every_few_seconds(capsys):
         "octavo-offline: 4 of 9 requests, 110 tokens, 10 tok/s",
     ]
     assert isinstance(show_progress(3), PlainProgress)
-    with show_loading("tiny"):
-        pass
-    assert capsys.readouterr().err.startswith("octavo-offline: loading tiny\noctavo-offline: loaded in ")
+
+
+def test_loading_in_plain_lines(capsys):
+    now = 100.0
+    with show_loading("tiny", clock=lambda: now) as on_loaded:
+        for seconds, done in ((101.0, 1), (105.0, 2), (109.0, 3), (110.5, 4)):
+            now = seconds
+            on_loaded(done, 7)
+    assert capsys.readouterr().err.splitlines() == [
+        "octavo-offline: loading tiny",
+        "octavo-offline: 2 of 7 tensors loaded",
+        "octavo-offline: 4 of 7 tensors loaded",
+        "octavo-offline: loaded in 10.5 s",
+    ]

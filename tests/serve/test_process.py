@@ -160,6 +160,21 @@ def test_requests_finish_while_the_server_drains():
         assert re.search("SIGTERM received .*draining: 1 requests .*drain over: every request has", logged)
 
 
+def test_an_engine_that_dies_while_the_server_drains_is_no_clean_end():
+    with server("--shutdown-timeout", "300") as served:
+        served.load()
+        stream = Stream(served)
+        served.tell("allow 1")
+        assert stream.first.wait(10)
+        served.process.send_signal(signal.SIGTERM)
+        while served.client.get("/health").status_code == 200:
+            time.sleep(0.01)
+        served.tell("die")
+        assert served.finish() == 1
+        assert any("ending with exit status 1: killed by signal 9" in line for line in served.lines)
+        assert not any("drain over" in line for line in served.lines)
+
+
 def test_a_second_signal_ends_the_drain():
     with server("--shutdown-timeout", "300") as served:
         served.load()

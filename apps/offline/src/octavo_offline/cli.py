@@ -72,10 +72,10 @@ def _run_text(run: RunConfig, sampling: SamplingConfig, engine_config: EngineCon
 
 
 def _load(stack: ExitStack, config: EngineConfig) -> "LLMEngine":
-    with show_loading(config.model):
+    with show_loading(config.model) as on_loaded:
         from enginecore import LLMEngine
 
-        engine = LLMEngine(config)
+        engine = LLMEngine(config, on_loaded=on_loaded)
     stack.callback(engine.shutdown)
     return engine
 

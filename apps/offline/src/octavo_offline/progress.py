@@ -59,11 +59,7 @@ class PlainProgress:
         if now - self._last >= PLAIN_INTERVAL:
             self._last = now
             speed = generated / (now - self._started)
-            print(
-                f"octavo-offline: {self._ended}{self._of} requests, {generated} tokens, {speed:.0f} tok/s",
-                file=sys.stderr,
-                flush=True,
-            )
+            _write(f"{self._ended}{self._of} requests, {generated} tokens, {speed:.0f} tok/s")
 
     def ended(self) -> None:
         """Count a job."""
@@ -114,18 +110,40 @@ def show_progress(total: int | None) -> ProgressBar | PlainProgress:
 
 
 @contextmanager
-def show_loading(model: str) -> Generator[None]:
-    """Show that `model` loads: a bar that goes away on a terminal, and otherwise a line before and after."""
+def show_loading(
+    model: str, clock: Callable[[], float] = time.monotonic
+) -> Generator[Callable[[int, int], None]]:
+    """Yield what to tell how many of the tensors of `model` are loaded, and of how many.
+
+    A terminal shows a bar that goes away at the end; elsewhere there are plain lines.
+    """
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tensors"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            progress.add_task(f"loading {model}", total=None)
-            yield
+            task = progress.add_task(f"loading {model}", total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
         return
-    started = time.monotonic()
-    print(f"octavo-offline: loading {model}", file=sys.stderr, flush=True)
-    yield
-    print(f"octavo-offline: loaded in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    started = last = clock()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last >= PLAIN_INTERVAL:
+            last = clock()
+            _write(f"{done} of {total} tensors loaded")
+
+    _write(f"loading {model}")
+    yield tell
+    _write(f"loaded in {clock() - started:.1f} s")
+
+
+def _write(text: str) -> None:
+    print(f"octavo-offline: {text}", file=sys.stderr, flush=True)

@@ -125,11 +125,12 @@ class _Life:
             ", ".join(self._state.names),
             self._state.max_model_len,
         )
-        if await self._first_of(self._engine_end()):
-            logger.error("ending with exit status %d: %s", ENGINE_DIED, self._engine.error)
-            return ENGINE_DIED
-        await self._drain()
-        return STOPPED
+        if not await self._first_of(self._engine_end()):
+            await self._drain()
+        if self._engine.error is None:
+            return STOPPED
+        logger.error("ending with exit status %d: %s", ENGINE_DIED, self._engine.error)
+        return ENGINE_DIED
 
     async def _first_of(self, work: Coroutine[Any, Any, object]) -> bool:
         """Wait for `work` or a signal; return whether it was `work`, and raise what that raised."""
@@ -154,8 +155,12 @@ class _Life:
         deadline = loop.time() + self._timeout
         running = self._state.streams
         logger.info("draining: %d requests have up to %g s to finish", len(running), self._timeout)
-        while running and loop.time() < deadline and not self._asked_again.is_set():
+        while running and self._engine.error is None and not self._asked_again.is_set():
+            if loop.time() >= deadline:
+                break
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        if self._engine.error is not None:
+            return
         if running:
             logger.info("drain over: aborting %d requests that have not finished", len(running))
         else:

@@ -32,12 +32,15 @@ class LLMEngine:
         OctavoError: the model cannot be loaded or the options contradict each other.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, *, on_loaded: Callable[[int, int], object] | None = None
+    ) -> None:
+        """`on_loaded` is told, while weights are read, how many tensors there are and of how many."""
         files = locate(config.model, config.revision, config.hf_overrides)
         self._made_here = MadeHere()
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
-        self._core = start_core(config, files)
+        self._core = start_core(config, files, on_loaded=on_loaded)
         self.frontend.limits = self._core.limits
         self._metrics = Metrics(config.model, stats=lambda: {0: self._core.stats()})
         self._metrics.loaded(config, self._core.limits)

@@ -248,6 +248,10 @@ def _check_texts(name: str, texts: Sequence[Any], most: int) -> None:
             raise ValueError(
                 f"{name} may hold strings of at most {MAX_TEXT} characters, got one of {len(text)}"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} holds {text!r:.80}: half a surrogate pair is no character") from None
 
 
 def _check_extra(extra: Any) -> None:
@@ -255,7 +259,7 @@ def _check_extra(extra: Any) -> None:
         raise ValueError(f"extra_args must map names to values, got {extra!r:.80}")
     try:
         msgspec.msgpack.encode(extra)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ValueError(f"extra_args must hold plain values: {error}") from error
 
 

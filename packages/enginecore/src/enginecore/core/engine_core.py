@@ -32,7 +32,7 @@ from enginecore.core.identity import NUMBER_BITS, NUMBER_MASK
 from enginecore.core.policies import make_policy
 from enginecore.data_parallel.prefixes import request_salt
 from enginecore.errors import ContextLengthError, EngineDeadError
-from enginecore.executor.executor import Executor, make_executor
+from enginecore.executor.executor import Executor, OnLoaded, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
 from enginecore.messages import STEP_BOUNDS, AddRequest, EngineStats, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
@@ -48,8 +48,16 @@ _Logprobs = list[tuple[int, PositionLogprobs]]
 """By handle."""
 
 
-def start_core(config: EngineConfig, files: ModelFiles, board: Board | None = None) -> "EngineCore":
+def start_core(
+    config: EngineConfig,
+    files: ModelFiles,
+    *,
+    on_loaded: OnLoaded | None = None,
+    board: Board | None = None,
+) -> "EngineCore":
     """Import plug-ins, start the workers, and return a core once they are ready.
+
+    `on_loaded` is told of weights as they are read. `board` is where other processes see what it does.
 
     Raises:
         ConfigError: a plug-in or the policy cannot be had, before anything is started; or as `make_executor`.
@@ -57,7 +65,7 @@ def start_core(config: EngineConfig, files: ModelFiles, board: Board | None = No
     """
     import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
-    return EngineCore(config, make_executor(config, files), policy, board)
+    return EngineCore(config, make_executor(config, files, on_loaded), policy, board)
 
 
 class _Counters:

@@ -176,7 +176,7 @@ def _start(config: EngineConfig, board: Board) -> EngineCore:
     # Only now what takes seconds to import: the front-end may end meanwhile.
     from enginecore.core.engine_core import start_core
 
-    return start_core(config, locate(config.model, config.revision, config.hf_overrides), board)
+    return start_core(config, locate(config.model, config.revision, config.hf_overrides), board=board)
 
 
 def _report(status: BinaryIO, message: Ready | Failed) -> None:

@@ -22,12 +22,13 @@ from collectives.ring import RingBroadcast, RingError
 from enginecore import logs
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
-from enginecore.executor.executor import depth
+from enginecore.executor.executor import OnLoaded, depth
 from enginecore.executor.link import CoreEnd, LinkError
 from enginecore.executor.messages import (
     ExpertLoads,
     Failure,
     Listening,
+    Loaded,
     Progress,
     ReportExpertLoads,
     StepDone,
@@ -97,7 +98,13 @@ class WorkerHandle(Protocol):
 class DistributedExecutor:
     """Runs steps on all ranks of a grid."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        config: EngineConfig,
+        files: ModelFiles,
+        on_loaded: OnLoaded | None = None,
+    ) -> None:
         """Bring up the workers, one for each rank in order, and return when all are ready.
 
         Raises:
@@ -105,6 +112,7 @@ class DistributedExecutor:
             WorkerDied: a worker ended.
         """
         self._workers = workers
+        self._on_loaded = on_loaded
         self._timeout = config.distributed_timeout_seconds
         self._selector = selectors.DefaultSelector()
         self._ring: RingBroadcast | None = None
@@ -261,6 +269,9 @@ class DistributedExecutor:
                 self._loads = message
             case Progress(text=text):
                 logger.info("rank %d of %d: %s", worker.rank, len(self._workers), text)
+            case Loaded(done=done, total=total):
+                if self._on_loaded is not None:
+                    self._on_loaded(done, total)
             case Listening(rendezvous=rendezvous):
                 self._rendezvous = rendezvous
             case EngineLimits():

@@ -1,7 +1,7 @@
 """The interface of what runs the core's steps, and the choice among its implementations."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +14,9 @@ from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 from enginecore.threads import prepare as prepare_threads
 from enginecore.worker.models.families import decoder_spec
+
+OnLoaded = Callable[[int, int], object]
+"""Is told how many of a rank's tensors are loaded, and of how many."""
 
 
 class Executor(Protocol):
@@ -71,8 +74,10 @@ def depth(config: EngineConfig, limits: EngineLimits) -> int:
     return 2 if overlap else 1
 
 
-def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
+def make_executor(config: EngineConfig, files: ModelFiles, on_loaded: OnLoaded | None = None) -> Executor:
     """Start the workers and return once they are ready.
+
+    `on_loaded` is told of rank 0's weights as they are read.
 
     Raises:
         ConfigError: a device is not there, the cache does not fit, the system is not Linux, Ray is asked for
@@ -85,7 +90,7 @@ def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
         prepare_threads()
         from enginecore.executor.inproc import InprocExecutor
 
-        return InprocExecutor(config, files)
+        return InprocExecutor(config, files, on_loaded)
     if sys.platform != "linux":
         raise ConfigError(f"worker processes need Linux, this is {sys.platform}: use one rank, inproc")
     _check_cuts(config, files)
@@ -95,10 +100,10 @@ def make_executor(config: EngineConfig, files: ModelFiles) -> Executor:
         from enginecore.executor.ray_cluster import join_cluster, start_actors
 
         config = join_cluster(config)
-        return DistributedExecutor(start_actors(config), config, files)
+        return DistributedExecutor(start_actors(config), config, files, on_loaded)
     from enginecore.executor.processes import start_processes
 
-    return DistributedExecutor(start_processes(config), config, files)
+    return DistributedExecutor(start_processes(config), config, files, on_loaded)
 
 
 def _check_cuts(config: EngineConfig, files: ModelFiles) -> None:

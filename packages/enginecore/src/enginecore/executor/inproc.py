@@ -6,7 +6,7 @@ import numpy as np
 
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError
-from enginecore.executor.executor import depth
+from enginecore.executor.executor import OnLoaded, depth
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.model_files import ModelFiles
 from enginecore.worker.runner.runner import PendingOutput
@@ -19,8 +19,8 @@ class InprocExecutor:
     descriptors = ()
     local_pids: list[int] = []  # noqa: RUF012 - nobody changes it
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        self._worker: Worker | None = Worker(config, files)
+    def __init__(self, config: EngineConfig, files: ModelFiles, on_loaded: OnLoaded | None = None) -> None:
+        self._worker: Worker | None = Worker(config, files, on_loaded=on_loaded)
         self._pending: deque[PendingOutput] = deque()
         self.limits = self._worker.limits
         self.depth = depth(config, self.limits)

@@ -74,6 +74,13 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
     text: str
 
 
+class Loaded(msgspec.Struct, tag="loaded", array_like=True):
+    """Rank 0 to core: so many of its tensors are loaded."""
+
+    done: int
+    total: int
+
+
 class Failure(msgspec.Struct, tag="failure", array_like=True):
     """Worker to core: it ends with an exception."""
 
@@ -97,7 +104,7 @@ class StepDone(msgspec.Struct, tag="step", array_like=True):
     output: StepOutput
 
 
-WorkerMessage = Listening | Progress | EngineLimits | Failure | StepDone | ExpertLoads
+WorkerMessage = Listening | Progress | Loaded | EngineLimits | Failure | StepDone | ExpertLoads
 """`EngineLimits` says that the worker is ready for steps."""
 
 _encoder = Encoder()

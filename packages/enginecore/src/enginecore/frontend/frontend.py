@@ -28,6 +28,7 @@ from enginecore.frontend.validation import (
     check_choice,
     check_params,
     check_prompt,
+    check_salt,
     output_limit,
 )
 from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
@@ -203,6 +204,7 @@ class Frontend:
         if request.priority and policy != "priority" and policy in POLICIES:
             raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
+        check_salt(prompt.cache_salt)
         max_tokens = output_limit(len(prompt.token_ids), params, self.limits, shorten=shorten)
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)

@@ -20,6 +20,16 @@ def check_prompt(ids: Sequence[int], limits: EngineLimits) -> None:
         )
 
 
+def check_salt(salt: str | None) -> None:
+    """Raise RequestError when a cache salt cannot be sent to a core."""
+    try:
+        (salt or "").encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"cache_salt is {salt!r:.80}: half a surrogate pair is no character", "cache_salt"
+        ) from None
+
+
 def output_limit(
     num_prompt: int, params: SamplingParams, limits: EngineLimits, *, shorten: bool = False
 ) -> int:

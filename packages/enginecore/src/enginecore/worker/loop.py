@@ -12,6 +12,7 @@ from collectives.ring import PeerDied, RingClosed, RingReader
 from enginecore.executor.link import WorkerEnd
 from enginecore.executor.messages import (
     ExpertLoads,
+    Loaded,
     Progress,
     ReportExpertLoads,
     StepDone,
@@ -60,7 +61,22 @@ def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) 
         device=device,
         local_size=settings.local_size,
         progress=lambda text: send(Progress(text)),
+        on_loaded=_percents(send) if settings.rank == 0 else None,
     )
+
+
+def _percents(send: Send) -> Callable[[int, int], None]:
+    """Return what tells the core of loaded tensors, at most a hundred times."""
+    last = -1
+
+    def on_loaded(done: int, total: int) -> None:
+        nonlocal last
+        percent = 100 * done // total
+        if percent != last:
+            last = percent
+            send(Loaded(done, total))
+
+    return on_loaded
 
 
 def _run(worker: Worker, receive: Callable[[], bytes], link: WorkerEnd) -> None:

@@ -56,11 +56,12 @@ class Worker:
         device: torch.device | None = None,
         local_size: int = 1,
         progress: Callable[[str], None] = lambda _: None,
+        on_loaded: Callable[[int, int], object] | None = None,
     ) -> None:
         """Load the model; all ranks of `comms` do so together, and agree on the size of their caches.
 
         `local_size` ranks share this host's memory. `device` is the one that `config` names if None.
-        `progress` is told what is done, in a few words.
+        `progress` is told what is done, in a few words; `on_loaded` how many tensors are loaded, of how many.
         """
         self.device = device or pick_device(config.device)
         if self.device.type == "cpu":
@@ -93,7 +94,9 @@ class Worker:
         on_cpu = self.device.type == "cpu"
         available = cpu_bytes(config, local_size, planned.num_bytes) if on_cpu else 0
         size = agree(available) if on_cpu else None
-        self._model = load_decoder(files, comms.tp, **experts, **shape, device=self.device)
+        self._model = load_decoder(
+            files, comms.tp, **experts, **shape, device=self.device, on_loaded=on_loaded
+        )
         progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
         if size is None:

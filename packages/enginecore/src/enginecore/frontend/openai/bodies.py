@@ -118,7 +118,11 @@ def decode(raw: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except msgspec.ValidationError as error:
-        raise RequestError(str(error)) from error
+        field = _undecodable(raw)
+        if field is None:
+            raise RequestError(str(error)) from error
+        reason = str(error).partition(" - at ")[0]
+        raise RequestError(f"{field}: {reason}", field) from error
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
 
@@ -136,6 +140,20 @@ def convert(fields: Mapping[str, Any], kind: type[AnyBody]) -> AnyBody:
         where = path.rstrip("`") or _quoted_name(message)
         field = re.split(r"[.\[]", where)[0] if where else None
         raise RequestError(f"{where}: {message}" if path else message, field) from error
+
+
+def _undecodable(raw: bytes) -> str | None:
+    """Return the first field of a JSON object that holds a number no float or integer can."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None  # no object
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            return name
+    return None
 
 
 def _quoted_name(message: str) -> str:

@@ -1,5 +1,7 @@
 """Build a model from its files and fill it with its weights."""
 
+from collections.abc import Callable
+
 import torch
 
 from collectives import Communicator, ExpertPlacement
@@ -26,11 +28,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int,
+    on_loaded: Callable[[int, int], object] | None = None,
 ) -> Decoder:
     """Return the model of `files` on `device`, every parameter loaded and none left over.
 
     `comm` is the tensor-parallel group; `ep` and `placements` spread experts as ModelParallel says; `layers`
     is what this pipeline stage has, all of them if None. Only what this rank holds is kept.
+    `on_loaded` is told after each tensor how many are loaded, and of how many.
 
     Raises:
         ModelError: the architecture is not supported or cannot be cut for the ranks, or a tensor is missing,
@@ -40,7 +44,7 @@ def load_decoder(
     model = empty_decoder(
         files, parallel, layers=layers, dtype=dtype, device=device, max_positions=max_positions
     )
-    _fill(model, files)
+    _fill(model, files, on_loaded)
     if can_pack(dtype, device):
         pack_linear_layers(model)
     return model.eval()
@@ -73,7 +77,7 @@ def empty_decoder(
 
 
 @torch.no_grad()
-def _fill(model: Decoder, files: ModelFiles) -> None:
+def _fill(model: Decoder, files: ModelFiles, on_loaded: Callable[[int, int], object] | None) -> None:
     loaders = model.loaders()
     loaded: set[str] = set()
     for name, tensor in checkpoint.tensors(files):
@@ -84,6 +88,8 @@ def _fill(model: Decoder, files: ModelFiles) -> None:
                 if place in loaders:
                     loaders[place](part)
                     loaded.add(place)
+                    if on_loaded is not None:
+                        on_loaded(len(loaded), len(loaders))
                 elif not model.is_elsewhere(place):
                     raise ModelError(f"{files.path}: tensor {name} has no place in this architecture")
         except ModelError:
