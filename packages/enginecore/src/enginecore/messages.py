@@ -102,6 +102,8 @@ class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     """Prompt tokens beyond which keys depend on the prompt's length (dynamic NTK scaling); None: never."""
     dtype: str = ""
     """Type of weights and activations."""
+    lockstep: bool = False
+    """Whether the engines share experts: they run together, and none goes on without the others."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

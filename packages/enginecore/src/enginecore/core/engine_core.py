@@ -25,10 +25,13 @@ from batchsched import (
     Swap,
 )
 from enginecore.config import EngineConfig
+from enginecore.core.lockstep import Lockstep
 from enginecore.core.policies import make_policy
+from enginecore.data_parallel.meeting import Meeting
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, make_executor
-from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
+from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
 from enginecore.messages import AddRequest, EngineStats, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
@@ -47,7 +50,9 @@ _Logprobs = list[tuple[int, PositionLogprobs]]
 """By handle."""
 
 
-def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
+def start_core(
+    config: EngineConfig, files: ModelFiles, place: RankPlace = ALONE, meeting: Meeting | None = None
+) -> "EngineCore":
     """Import plug-ins, start the workers, and return a core once they are ready.
 
     Raises:
@@ -56,7 +61,8 @@ def start_core(config: EngineConfig, files: ModelFiles) -> "EngineCore":
     """
     import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
-    return EngineCore(config, make_executor(config, files), policy)
+    lockstep = Lockstep(place.rank) if config.shares_experts else None
+    return EngineCore(config, make_executor(config, files, place, meeting), policy, lockstep)
 
 
 class _Counters:
@@ -85,8 +91,16 @@ class EngineCore:
     EngineDeadError, whose `__cause__` leads to the first error.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        policy: Policy | None = None,
+        lockstep: Lockstep | None = None,
+    ) -> None:
         self._executor = executor
+        self.lockstep = lockstep
+        """Where the engine shares experts with others."""
         self.limits = limits = executor.limits
         self._memory = PagedMemory(
             num_blocks=limits.num_blocks,
@@ -125,7 +139,13 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
-        return bool(self._in_flight or self._refused or self._stats_due) or self._scheduler.has_unfinished
+        runnable = self.has_unfinished if self.lockstep is None else self.lockstep.running
+        return bool(self._in_flight or self._refused or self._stats_due) or runnable
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._scheduler.has_unfinished
 
     def add(self, client: int, message: AddRequest) -> None:
         """Take a request; one that can never run is answered with an error by the next `step`.
@@ -202,6 +222,10 @@ class EngineCore:
             return self._deliver(None)
         plan = self._in_flight.popleft()
         result = self._executor.collect()
+        if self.lockstep is not None and result.unfinished is not None:
+            self.lockstep.answer(result.unfinished)
+        if not len(plan.rows):
+            return self._deliver(None) if self._refused or self._stats_due else {}
         committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
         results = self._results(plan, result, self._without_broken(committed, result.tokens))
         if self._scheduler.limits.stages > 1:
@@ -250,12 +274,22 @@ class EngineCore:
         self._executor.shutdown()
 
     def _start_steps(self) -> None:
-        while len(self._in_flight) < self._executor.depth:
+        lockstep = self.lockstep
+        while len(self._in_flight) < self._executor.depth and (lockstep is None or lockstep.may_start):
             plan = self._scheduler.plan()
-            if not len(plan.rows):
-                break
-            self._executor.submit(self._step_input(plan))
+            if lockstep is None:
+                if not len(plan.rows):
+                    break
+                step = self._step_input(plan)
+            else:
+                step = self._lockstep_input(plan, lockstep)
+            self._executor.submit(step)
             self._in_flight.append(plan)
+
+    def _lockstep_input(self, plan: StepPlan, lockstep: Lockstep) -> StepInput:
+        empty = not len(plan.rows)
+        asks = lockstep.start(empty=empty, unfinished=self.has_unfinished)
+        return empty_step(asks) if empty else self._step_input(plan)._replace(unfinished=asks)
 
     def require_alive(self) -> None:
         """Raise EngineDeadError if the engine has ended."""

@@ -20,6 +20,7 @@ import zmq
 from enginecore import logs
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.messages import ALONE, CoordinatorAddress, RankPlace, RegisterRank
 from enginecore.errors import EngineDeadError, OctavoError
 from enginecore.messages import (
     AbortRequests,
@@ -35,6 +36,7 @@ from enginecore.parent import end_with_parent, private_stdout
 
 if TYPE_CHECKING:
     from enginecore.core.engine_core import EngineCore
+    from enginecore.data_parallel.link import RankLink
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class CoreSettings(msgspec.Struct):
     config: EngineConfig
     address: str
     """ZMQ endpoint to bind."""
+    place: RankPlace = ALONE
+    coordinator: CoordinatorAddress | None = None
     log: logs.LogSettings = logs.LogSettings()
     """Those of the front-end: what it logs of this package, this process does too."""
 
@@ -55,8 +59,9 @@ class CoreSettings(msgspec.Struct):
 class CoreServer:
     """Reads front-end messages, steps the core, sends each front-end its outputs."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket, link: RankLink | None = None) -> None:
         self._core = core
+        self._link = link
         self._socket = socket
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
         self._encoder = Encoder()
@@ -73,14 +78,29 @@ class CoreServer:
         poller.register(self._socket, zmq.POLLIN)
         for descriptor in self._core.descriptors:
             poller.register(descriptor, zmq.POLLIN)
+        if self._link is not None:
+            poller.register(self._link.socket, zmq.POLLIN)
         while True:
+            self._follow_coordinator()
             if not self._core.has_work:
-                poller.poll()
+                poller.poll(None if self._link is None else 1000 * self._link.due())
                 self._core.check_workers()
             self._read()
             if self._core.has_work:
                 for client, outputs in self._core.step().items():
                     self._send(self._identity_of[client], outputs)
+
+    def _follow_coordinator(self) -> None:
+        """Send and take what is on the way between the coordinator and this engine."""
+        if self._link is None:
+            return
+        lockstep = self._core.lockstep
+        if lockstep is not None:
+            for message in lockstep.messages(self._core.has_unfinished):
+                self._link.send(message)
+        for message in self._link.receive():
+            if lockstep is not None:
+                lockstep.receive(message)
 
     def fail(self, failed: Failed) -> None:
         """Tell every front-end, and close the socket."""
@@ -127,7 +147,7 @@ def main() -> int:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(settings.address)
     try:
-        core = _start(settings.config)
+        core, link = _start(settings)
     except (OctavoError, MemoryError) as error:
         _report(status, Failed(f"{error}" or type(error).__name__))
         return 2
@@ -136,7 +156,7 @@ def main() -> int:
         _report(status, Failed(f"the engine could not start: {type(error).__name__}: {error}"))
         return 1
     _report(status, core.limits)
-    server = CoreServer(core, socket)
+    server = CoreServer(core, socket, link)
     try:
         server.run()
     except Exception as error:
@@ -149,11 +169,31 @@ def main() -> int:
         return 3
 
 
-def _start(config: EngineConfig) -> EngineCore:
+def _start(settings: CoreSettings) -> tuple[EngineCore, RankLink | None]:
     # Only now what takes seconds to import: the front-end may end meanwhile.
     from enginecore.core.engine_core import start_core
 
-    return start_core(config, locate(config.model, config.revision, config.hf_overrides))
+    config = settings.config
+    files = locate(config.model, config.revision, config.hf_overrides)
+    if settings.coordinator is None:
+        return start_core(config, files, settings.place), None
+    from enginecore.data_parallel.link import RankLink
+    from enginecore.data_parallel.meeting import Meeting
+
+    place = settings.place
+    registration = RegisterRank(
+        rank=place.rank,
+        num_ranks=config.data_parallel_size,
+        incarnation=place.incarnation,
+        num_blocks=0,
+        max_num_seqs=config.max_num_seqs,
+        group=place.group,
+        wave=0 if config.shares_experts else None,
+    )
+    link = RankLink(settings.coordinator, registration)
+    core = start_core(config, files, place, Meeting(link, place, config.distributed_timeout_seconds))
+    link.register(msgspec.structs.replace(registration, num_blocks=core.limits.num_blocks))
+    return core, link
 
 
 def _report(status: BinaryIO, message: CoreMessage) -> None:
