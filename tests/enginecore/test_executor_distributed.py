@@ -8,6 +8,7 @@ import pytest
 
 from collectives.ring import RingReader
 from enginecore.config import make_config
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, WorkerDied
 from enginecore.executor.distributed import DistributedExecutor, Ending, RankLocation
 from enginecore.executor.messages import (
@@ -18,6 +19,7 @@ from enginecore.executor.messages import (
     WorkerSettings,
     decode_step,
 )
+from enginecore.executor.processes import start_processes
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
@@ -80,14 +82,14 @@ class PlayedWorker:
 class Stage:
     """An executor over played workers."""
 
-    def __init__(self, ranks, *opening, locations=None, **options):
+    def __init__(self, ranks, *opening, locations=None, place=ALONE, **options):
         """`opening` is what each rank says and whether it ends then."""
         locations = locations or [RankLocation("127.0.0.1", rank, ranks) for rank in range(ranks)]
         self.workers = [PlayedWorker(rank, location) for rank, location in enumerate(locations)]
         for worker, (said, end) in zip(self.workers, opening, strict=True):
             worker.say(*said, end=end)
         config = make_config({"model": "m", "device": "cpu", "tensor_parallel_size": ranks, **options})
-        self.executor = DistributedExecutor(self.workers, config, ModelFiles("m", tmp, {}))
+        self.executor = DistributedExecutor(self.workers, config, ModelFiles("m", tmp, {}), place)
 
 
 tmp = Path("never-read")
@@ -115,6 +117,33 @@ def test_ranks_and_settings():
     # Rank 0 is to listen, the others are told where.
     assert [s.rendezvous for s in settings] == ["", *["10.0.0.7:29500"] * 3]
     assert {s.host for s in settings} == {"127.0.0.1"}
+
+
+def test_engines_of_one_host_divide_it():
+    """The second of two engines of two ranks each: the third and fourth of the host's devices are its own."""
+    config = make_config({"model": "m", "device": "cpu", "tensor_parallel_size": 2, "data_parallel_size": 2})
+    place = RankPlace(rank=1, local_index=1, local_count=2, incarnation=3)
+    started = start_processes(config, place)
+    try:
+        assert [worker.location for worker in started] == [
+            RankLocation("127.0.0.1", 2, 4),
+            RankLocation("127.0.0.1", 3, 4),
+        ]
+        assert [worker.rank for worker in started] == [0, 1]
+    finally:
+        for worker in started:
+            worker.release()
+            worker.end(0)
+
+
+def test_a_worker_is_named_by_its_number_among_those_of_all_engines():
+    place = RankPlace(rank=1, local_count=2)
+    stage = Stage(2, READY, READY, place=place, data_parallel_size=3)
+    assert {worker.settings.place for worker in stage.workers} == {place}
+    stage.workers[1].say(end=True)
+    with pytest.raises(WorkerDied, match=r"^rank 3 of 6 \(process \d+\) was killed") as caught:
+        stage.executor.check()
+    assert caught.value.rank == 3
 
 
 def test_ranks_on_two_hosts_are_told_where_steps_come_from():

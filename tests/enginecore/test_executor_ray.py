@@ -20,6 +20,7 @@ from checkpoints import llama_config, save_random
 from cores import Ask, message, run, start_core
 from enginecore import AsyncEngine
 from enginecore.core.engine_core import EngineCore
+from enginecore.data_parallel.messages import RankPlace
 from enginecore.errors import ConfigError, EngineDeadError, WorkerDied
 from enginecore.executor.executor import make_executor
 from enginecore.executor.ray_cluster import rank_order
@@ -142,6 +143,21 @@ def test_a_killed_core(cluster, model, monkeypatch):
     while groups() and time.monotonic() < until:
         time.sleep(0.05)  # Ray takes a core's bundles back in its own time
     assert groups() == []
+
+
+def test_two_engines_share_the_cluster(cluster, model, truth):
+    """Each engine reserves its own devices: the first takes one node, the second the other."""
+    config = ray_options(model, data_parallel_size=2)
+    found = [
+        make_executor(config, locate(config.model), RankPlace(rank=rank, local_index=rank, local_count=2))
+        for rank in range(2)
+    ]
+    processes = [psutil.Process(executor.pids[0]) for executor in found]
+    assert raylet_of(processes[0]) != raylet_of(processes[1])
+    for executor in found:
+        assert_same(run(EngineCore(config, executor), ragged_asks()), truth)
+        executor.shutdown()
+    assert_gone(processes)
 
 
 async def kill_core(config):

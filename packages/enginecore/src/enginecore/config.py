@@ -164,6 +164,11 @@ class EngineConfig:
         """Ranks, each of them a worker, that one engine core drives."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the data-parallel ranks share experts, and so run their steps in lockstep."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
     def _check_parallel(self) -> None:
         if self.expert_placement is not None and not self.enable_expert_parallel:
             raise ConfigError(
@@ -181,17 +186,20 @@ class EngineConfig:
                 f"got {self.distributed_timeout_seconds}"
             )
         self._check_data_parallel()
-        if self.world_size == 1:
-            return
-        if self.distributed_executor_backend == "inproc":
+        if self.world_size > 1 and self.distributed_executor_backend == "inproc":
             raise ConfigError(
                 f"distributed_executor_backend=inproc runs 1 rank, and {self.world_size} are asked for: "
                 "use mp"
             )
-        if self.device.startswith("cuda:"):
+        if self.shares_experts and self.distributed_executor_backend == "inproc":
             raise ConfigError(
-                f"device={self.device} is one device, and {self.world_size} ranks need one each: "
-                "use device=cuda"
+                "distributed_executor_backend=inproc runs 1 rank by itself, and with enable_expert_parallel "
+                f"{self.data_parallel_size} data-parallel ranks share experts: use mp"
+            )
+        ranks = self.world_size * len(self.local_ranks)
+        if ranks > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"device={self.device} is one device, and {ranks} ranks need one each: use device=cuda"
             )
 
     def _check_data_parallel(self) -> None:

@@ -99,7 +99,7 @@ class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     dtype: str = ""
     """Type of weights and activations."""
     lockstep: bool = False
-    """Whether the rank shares experts with others, all of which run each step together."""
+    """Whether the engines share experts: they run together, and none goes on without the others."""
 
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -29,11 +29,14 @@ from batchsched import (
 from enginecore.config import EngineConfig
 from enginecore.core.board import Board
 from enginecore.core.identity import NUMBER_BITS, NUMBER_MASK
+from enginecore.core.lockstep import Lockstep
 from enginecore.core.policies import make_policy
+from enginecore.data_parallel.meeting import Meeting
+from enginecore.data_parallel.messages import ALONE, LoadReport, RankPlace
 from enginecore.data_parallel.prefixes import request_salt
 from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, OnLoaded, make_executor
-from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput
+from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
 from enginecore.messages import STEP_BOUNDS, AddRequest, EngineStats, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
@@ -52,8 +55,10 @@ def start_core(
     config: EngineConfig,
     files: ModelFiles,
     *,
-    on_loaded: OnLoaded | None = None,
+    place: RankPlace = ALONE,
+    meeting: Meeting | None = None,
     board: Board | None = None,
+    on_loaded: OnLoaded | None = None,
 ) -> "EngineCore":
     """Import plug-ins, start the workers, and return a core once they are ready.
 
@@ -65,7 +70,9 @@ def start_core(
     """
     import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
-    return EngineCore(config, make_executor(config, files, on_loaded), policy, board)
+    lockstep = Lockstep(place.rank) if config.shares_experts else None
+    executor = make_executor(config, files, place=place, meeting=meeting, on_loaded=on_loaded)
+    return EngineCore(config, executor, policy, board=board, lockstep=lockstep)
 
 
 class _Counters:
@@ -115,11 +122,15 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         policy: Policy | None = None,
+        *,
         board: Board | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """`board` is where other processes see each step before it starts, and its end."""
         self._executor = executor
         self._board = board
+        self.lockstep = lockstep
+        """Where the engine shares experts with others."""
         self.limits = limits = executor.limits
         self._memory = PagedMemory(
             num_blocks=limits.num_blocks,
@@ -151,12 +162,21 @@ class EngineCore:
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
         self._refused: dict[int, dict[int, str]] = {}
         self._counters = _Counters()
+        self._steps = 0
+        self._step_seconds = 0.0
+        """Duration of the last step."""
         self._request_salts = itertools.count()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
-        return bool(self._in_flight or self._refused) or self._scheduler.has_unfinished
+        runnable = self.has_unfinished if self.lockstep is None else self.lockstep.running
+        return bool(self._in_flight or self._refused) or runnable
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._scheduler.has_unfinished
 
     def add(self, client: int, message: AddRequest) -> None:
         """Take a request; one that can never run is answered with an error by the next `step`.
@@ -238,6 +258,10 @@ class EngineCore:
         step = self._in_flight[0]
         result = self._executor.collect()
         plan = self._ended(step).plan
+        if self.lockstep is not None and result.unfinished is not None:
+            self.lockstep.answer(result.unfinished)
+        if not len(plan.rows):
+            return self._deliver(None)
         committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
         results = self._results(plan, result, self._without_broken(committed, result.tokens))
         if self._scheduler.limits.stages > 1:
@@ -249,9 +273,10 @@ class EngineCore:
     def _ended(self, step: _StepUnderWay) -> _StepUnderWay:
         """Take the oldest step out of those under way."""
         self._in_flight.popleft()
+        self._steps += 1
+        self._step_seconds = time.monotonic() - step.started
         if self._board is not None:
-            left = [other.handles for other in self._in_flight]
-            self._board.end_step(left, time.monotonic() - step.started)
+            self._board.end_step([other.handles for other in self._in_flight], self._step_seconds)
         return step
 
     def _without_broken(self, committed: Committed, sampled: NDArray[np.int32]) -> Committed:
@@ -294,16 +319,25 @@ class EngineCore:
         self._executor.shutdown()
 
     def _start_steps(self) -> None:
-        while len(self._in_flight) < self._executor.depth:
+        lockstep = self.lockstep
+        while len(self._in_flight) < self._executor.depth and (lockstep is None or lockstep.may_start):
             plan = self._scheduler.plan()
-            if not len(plan.rows):
-                break
-            step_input = self._step_input(plan)
+            if lockstep is None:
+                if not len(plan.rows):
+                    break
+                step_input = self._step_input(plan)
+            else:
+                step_input = self._lockstep_input(plan, lockstep)
             step = _StepUnderWay(plan, self._handle_of_row[plan.rows], time.monotonic())
             self._in_flight.append(step)
             if self._board is not None:
                 self._board.begin_step([other.handles for other in self._in_flight], alone=False)
             self._executor.submit(step_input)
+
+    def _lockstep_input(self, plan: StepPlan, lockstep: Lockstep) -> StepInput:
+        empty = not len(plan.rows)
+        asks = lockstep.start(empty=empty, unfinished=self.has_unfinished)
+        return empty_step(asks) if empty else self._step_input(plan)._replace(unfinished=asks)
 
     def require_alive(self) -> None:
         """Raise EngineDeadError if the engine has ended."""
@@ -331,6 +365,21 @@ class EngineCore:
             generation_tokens=counters.generation_tokens,
             ran_tokens=counters.ran_tokens,
             step_buckets=counters.step_buckets.copy(),
+        )
+
+    def load_report(self, rank: int, at: float) -> LoadReport:
+        """Return the state for the coordinator; `at` is when requests were last taken in."""
+        load = self._scheduler.load()
+        used = self._memory.num_blocks - self._memory.num_free
+        return LoadReport(
+            rank=rank,
+            at=at,
+            waiting=load.waiting,
+            running=load.running,
+            free_blocks=self._memory.num_free,
+            tokens=load.waiting_tokens + used * self._memory.block_size,
+            step_seconds=self._step_seconds,
+            steps=self._steps,
         )
 
     def expert_loads(self) -> np.ndarray | None:

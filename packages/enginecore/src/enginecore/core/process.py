@@ -8,9 +8,11 @@ pipe open, and when it closes, because that ended in whatever way, so does this 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -20,10 +22,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from enginecore import logs
 from enginecore.codec import Decoder, Encoder
-from enginecore.config import EngineConfig
 from enginecore.core.board import Board
 from enginecore.core.identity import frontend_identity, frontend_number
 from enginecore.core.settings import CoreSettings
+from enginecore.data_parallel.messages import RegisterRank
 from enginecore.errors import EngineDeadError, OctavoError
 from enginecore.messages import (
     AbortRequests,
@@ -40,10 +42,11 @@ from enginecore.parent import end_with_parent, private_stdout
 
 if TYPE_CHECKING:
     from enginecore.core.engine_core import EngineCore
+    from enginecore.data_parallel.link import RankLink
 
 logger = logging.getLogger(__name__)
 
-_MS_BETWEEN_BEATS = 500
+_SECONDS_BETWEEN_BEATS = 0.5
 """Longest time in which an idle core's loop does not go round."""
 _SECONDS_TO_SEND = 1
 """What front-ends have not taken by then of the last messages is dropped."""
@@ -52,14 +55,23 @@ _SECONDS_TO_SEND = 1
 class CoreServer:
     """Reads front-end messages, steps the core, sends each front-end its outputs."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket, board: Board) -> None:
-        """`socket` is a ROUTER that refuses to send to who is not connected (ZMQ_ROUTER_MANDATORY)."""
+    def __init__(
+        self, core: EngineCore, socket: zmq.Socket, board: Board, rank: int = 0, link: RankLink | None = None
+    ) -> None:
+        """`socket` is a ROUTER that refuses to send to who is not connected (ZMQ_ROUTER_MANDATORY).
+
+        `link` leads to the coordinator of the ranks.
+        """
+        self._rank = rank
         self._core = core
+        self._link = link
         self._socket = socket
         self._board = board
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
         self._encoder = Encoder()
         self._clients: set[int] = set()
+        self._read_at = time.monotonic()
+        """When what front-ends have sent was last taken in."""
         self._ends = socket.get_monitor_socket(zmq.Event.DISCONNECTED)
         """Has a message for each connection that has ended."""
 
@@ -74,11 +86,15 @@ class CoreServer:
         poller.register(self._ends, zmq.POLLIN)
         for descriptor in self._core.descriptors:
             poller.register(descriptor, zmq.POLLIN)
+        if self._link is not None:
+            poller.register(self._link.socket, zmq.POLLIN)
         while True:
             self._board.beat()
+            self._follow_coordinator()
             if not self._core.has_work:
                 self._board.publish(self._core.stats())
-                poller.poll(_MS_BETWEEN_BEATS)
+                due = _SECONDS_BETWEEN_BEATS if self._link is None else self._link.due()
+                poller.poll(math.ceil(1000 * min(due, _SECONDS_BETWEEN_BEATS)))
                 self._core.check_workers()
             self._read()
             self._forget_gone()
@@ -90,6 +106,19 @@ class CoreServer:
         self._socket.disable_monitor()
         self._socket.close(linger=1000 * _SECONDS_TO_SEND)
 
+    def _follow_coordinator(self) -> None:
+        """Send and take what is on the way between the coordinator and this engine."""
+        if self._link is None:
+            return
+        lockstep = self._core.lockstep
+        if lockstep is not None:
+            for message in lockstep.messages(self._core.has_unfinished):
+                self._link.send(message)
+        self._link.report(self._core.load_report(self._rank, self._read_at))
+        for message in self._link.receive():
+            if lockstep is not None:
+                lockstep.receive(message)
+
     def _step(self) -> None:
         outputs = self._core.step()
         self._board.publish(self._core.stats())
@@ -97,6 +126,7 @@ class CoreServer:
             self._send(client, mine)
 
     def _read(self) -> None:
+        self._read_at = time.monotonic()
         while self._socket.poll(0):
             identity, body = self._socket.recv_multipart()
             client = frontend_number(identity)
@@ -151,7 +181,7 @@ def main() -> int:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(settings.address)
     try:
-        core = _start(settings.config, board)
+        core, link = _start(settings, board)
     except (OctavoError, MemoryError) as error:
         _report(status, Failed(f"{error}" or type(error).__name__))
         return 2
@@ -160,7 +190,7 @@ def main() -> int:
         _report(status, Failed(f"the engine could not start: {type(error).__name__}: {error}"))
         return 1
     _report(status, Ready(core.limits, core.local_pids))
-    server = CoreServer(core, socket, board)
+    server = CoreServer(core, socket, board, settings.place.rank, link)
     try:
         server.run()
     except Exception as error:
@@ -172,11 +202,31 @@ def main() -> int:
         return 3
 
 
-def _start(config: EngineConfig, board: Board) -> EngineCore:
+def _start(settings: CoreSettings, board: Board) -> tuple[EngineCore, RankLink | None]:
     # Only now what takes seconds to import: the front-end may end meanwhile.
     from enginecore.core.engine_core import start_core
 
-    return start_core(config, locate(config.model, config.revision, config.hf_overrides), board=board)
+    config, place = settings.config, settings.place
+    files = locate(config.model, config.revision, config.hf_overrides)
+    if settings.coordinator is None:
+        return start_core(config, files, place=place, board=board), None
+    from enginecore.data_parallel.link import RankLink
+    from enginecore.data_parallel.meeting import Meeting
+
+    registration = RegisterRank(
+        rank=place.rank,
+        num_ranks=config.data_parallel_size,
+        incarnation=place.incarnation,
+        num_blocks=0,
+        max_num_seqs=config.max_num_seqs,
+        group=place.group,
+        wave=0 if config.shares_experts else None,
+    )
+    link = RankLink(settings.coordinator, registration)
+    meeting = Meeting(link, place, config.distributed_timeout_seconds)
+    core = start_core(config, files, place=place, meeting=meeting, board=board)
+    link.register(msgspec.structs.replace(registration, num_blocks=core.limits.num_blocks))
+    return core, link
 
 
 def _report(status: BinaryIO, message: Ready | Failed) -> None:

@@ -3,7 +3,7 @@
 import msgspec
 
 from enginecore.config import EngineConfig
-from enginecore.data_parallel.messages import CoordinatorAddress, RankPlace
+from enginecore.data_parallel.messages import ALONE, CoordinatorAddress, RankPlace
 from enginecore.logs import LogSettings
 
 
@@ -15,7 +15,7 @@ class CoreSettings(msgspec.Struct):
     """ZMQ endpoint to bind."""
     board: str
     """Path of the board; see `enginecore.core.board`."""
-    place: RankPlace = RankPlace()
+    place: RankPlace = ALONE
     coordinator: CoordinatorAddress | None = None
     log: LogSettings = LogSettings()
     """Those of who started it: what that logs of this package, this process does too."""

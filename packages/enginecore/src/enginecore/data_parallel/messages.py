@@ -22,6 +22,10 @@ class RankPlace(msgspec.Struct, frozen=True):
     """Counts the starts of all ranks together, where they share experts."""
 
 
+ALONE = RankPlace()
+"""The only rank."""
+
+
 class CoordinatorAddress(msgspec.Struct, frozen=True):
     """Where the coordinator is reached."""
 

@@ -21,6 +21,8 @@ import numpy as np
 from collectives.ring import RingBroadcast, RingError
 from enginecore import logs
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.meeting import Meeting
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
 from enginecore.executor.executor import OnLoaded, depth
 from enginecore.executor.link import CoreEnd, LinkError
@@ -103,9 +105,16 @@ class DistributedExecutor:
         workers: Sequence[WorkerHandle],
         config: EngineConfig,
         files: ModelFiles,
+        *,
+        place: RankPlace = ALONE,
+        meeting: Meeting | None = None,
+        rendezvous: str = "",
         on_loaded: OnLoaded | None = None,
     ) -> None:
         """Bring up the workers, one for each rank in order, and return when all are ready.
+
+        Where engines share experts, `rendezvous` is where the first worker of the first engine listens for
+        all others. The first engine has none, and tells it to `meeting`.
 
         Raises:
             ConfigError, ModelError: a worker refused to start; the message is its own, with its rank.
@@ -113,14 +122,17 @@ class DistributedExecutor:
         """
         self._workers = workers
         self._on_loaded = on_loaded
+        self._place = place
+        self._all_ranks = config.data_parallel_size * len(workers)
         self._timeout = config.distributed_timeout_seconds
         self._selector = selectors.DefaultSelector()
         self._ring: RingBroadcast | None = None
-        self._rendezvous = ""
+        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._loaded: dict[int, EngineLimits] = {}
         self._failures: dict[int, Failure] = {}
         self._outputs: deque[StepOutput] = deque()
-        self._loads: ExpertLoads | None = None
+        self._loads: dict[int, ExpertLoads] = {}
         self._error: OctavoError | None = None
         try:
             self._start(config, files)
@@ -163,11 +175,12 @@ class DistributedExecutor:
 
     def expert_loads(self) -> np.ndarray | None:
         """Ask the workers, and wait until they have done the steps submitted before."""
-        self._loads = None
+        self._loads = {}
         self._broadcast(encode_step(ReportExpertLoads()))
-        while self._loads is None:
+        while len(self._loads) < len(self._workers):
             self._listen(None)
-        return self._loads.tokens
+        counted = [loads.tokens for loads in self._loads.values() if loads.tokens is not None]
+        return np.sum(counted, axis=0) if counted else None
 
     def shutdown(self) -> None:
         """End the workers, by force those that do not go by themselves."""
@@ -183,17 +196,25 @@ class DistributedExecutor:
         for worker in self._workers:
             self._selector.register(worker.link, selectors.EVENT_READ, worker)
         while not all(worker.link.connected for worker in self._workers):
-            self._listen(None)
-        first, *others = self._workers
+            self._await_start()
+        others = list(self._workers)
         # With the path where the model was found, so that no worker looks for it again and finds another.
         config = replace(config, model=str(files.path), revision=None)
-        self._send_settings(first, config, readers)
+        if not self._rendezvous:
+            self._send_settings(others.pop(0), config, readers)
         while not self._rendezvous:
-            self._listen(None)
+            self._await_start()
         for worker in others:
             self._send_settings(worker, config, readers)
         while len(self._loaded) < len(self._workers):
-            self._listen(None)
+            self._await_start()
+
+    def _await_start(self) -> None:
+        """Handle messages of workers while they start, and keep other engines told where to meet."""
+        if self._meeting is None:
+            return self._listen(None)
+        self._listen(self._meeting.due())
+        return self._meeting.tell(self._rendezvous)
 
     def _send_settings(self, worker: WorkerHandle, config: EngineConfig, readers: Sequence[int]) -> None:
         location = worker.location
@@ -209,6 +230,7 @@ class DistributedExecutor:
             rendezvous=self._rendezvous,
             ring=self._ring.address if near else None,
             reader=readers.index(worker.rank) if near else 0,
+            place=self._place,
             log=logs.current(),
         )
         with self._delivery():
@@ -266,9 +288,9 @@ class DistributedExecutor:
             case StepDone(output=output):
                 self._outputs.append(output)
             case ExpertLoads():
-                self._loads = message
+                self._loads[worker.rank] = message
             case Progress(text=text):
-                logger.info("rank %d of %d: %s", worker.rank, len(self._workers), text)
+                logger.info("%s: %s", self._name(worker), text)
             case Loaded(done=done, total=total):
                 if self._on_loaded is not None:
                     self._on_loaded(done, total)
@@ -285,12 +307,12 @@ class DistributedExecutor:
             return self._died(silent[0])
         rank, failure = min(self._failures.items(), key=lambda item: item[1].at)
         if failure.kind in _MENDABLE and len(self._loaded) < len(self._workers):
-            return _MENDABLE[failure.kind](f"rank {rank}: {failure.message}")
+            return _MENDABLE[failure.kind](f"rank {self._number(rank)}: {failure.message}")
         worker = self._workers[rank]
         return WorkerDied(
-            f"rank {rank} of {len(self._workers)} (process {worker.pid}) failed: "
+            f"{self._name(worker)} (process {worker.pid}) failed: "
             f"{failure.kind}: {_one_line([failure.message])}",
-            rank=rank,
+            rank=self._number(rank),
             pid=worker.pid,
             details=failure.traceback,
         )
@@ -299,12 +321,19 @@ class DistributedExecutor:
         ending = worker.ending()
         said = _one_line(ending.last_lines[-3:])
         return WorkerDied(
-            f"rank {worker.rank} of {len(self._workers)} (process {worker.pid}) {ending.how}"
+            f"{self._name(worker)} (process {worker.pid}) {ending.how}"
             + (f"; the last it wrote: {said}" if said else ""),
-            rank=worker.rank,
+            rank=self._number(worker.rank),
             pid=worker.pid,
             details="\n".join(ending.last_lines),
         )
+
+    def _number(self, rank: int) -> int:
+        """Return the rank among those of all engines that share the requests."""
+        return self._place.rank * len(self._workers) + rank
+
+    def _name(self, worker: WorkerHandle) -> str:
+        return f"rank {self._number(worker.rank)} of {self._all_ranks}"
 
     def _fail(self, error: OctavoError) -> NoReturn:
         if self._error is not None:

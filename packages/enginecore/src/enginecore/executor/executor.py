@@ -2,18 +2,23 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from collectives import attention_shards
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.meeting import Meeting
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import ConfigError
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 from enginecore.threads import prepare as prepare_threads
 from enginecore.worker.models.families import decoder_spec
+
+if TYPE_CHECKING:
+    from enginecore.executor.distributed import WorkerHandle
 
 OnLoaded = Callable[[int, int], object]
 """Is told how many of a rank's tensors are loaded, and of how many."""
@@ -52,7 +57,7 @@ class Executor(Protocol):
         ...
 
     def expert_loads(self) -> np.ndarray | None:
-        """Return how many tokens went to each expert in the steps submitted since the start.
+        """Return how many tokens of this engine went to each expert in the steps submitted since the start.
 
         int64 [layers with experts, experts]; None for a model without experts.
         """
@@ -74,36 +79,63 @@ def depth(config: EngineConfig, limits: EngineLimits) -> int:
     return 2 if overlap else 1
 
 
-def make_executor(config: EngineConfig, files: ModelFiles, on_loaded: OnLoaded | None = None) -> Executor:
+def make_executor(
+    config: EngineConfig,
+    files: ModelFiles,
+    *,
+    place: RankPlace = ALONE,
+    meeting: Meeting | None = None,
+    on_loaded: OnLoaded | None = None,
+) -> Executor:
     """Start the workers and return once they are ready.
 
-    `on_loaded` is told of rank 0's weights as they are read.
+    The ranks of a host divide its devices, cores and memory by `place`. `meeting` is for ranks that share
+    experts. `on_loaded` is told of the first worker's weights as they are read.
 
     Raises:
         ConfigError: a device is not there, the cache does not fit, the system is not Linux, Ray is asked for
             and not installed, or its cluster does not answer or has too few devices.
         ModelError: the checkpoint cannot be loaded.
-        EngineDeadError: a worker process ended while it started.
+        EngineDeadError: a worker process ended while it started, or no word came from the first rank.
     """
-    backend = config.distributed_executor_backend or ("inproc" if config.world_size == 1 else "mp")
+    in_process = config.world_size == 1 and not config.shares_experts
+    backend = config.distributed_executor_backend or ("inproc" if in_process else "mp")
     if backend == "inproc":
-        prepare_threads()
+        prepare_threads(place.local_count)
         from enginecore.executor.inproc import InprocExecutor
 
-        return InprocExecutor(config, files, on_loaded)
+        return InprocExecutor(config, files, place, on_loaded)
     if sys.platform != "linux":
         raise ConfigError(f"worker processes need Linux, this is {sys.platform}: use one rank, inproc")
     _check_cuts(config, files)
+    rendezvous = ""
+    if config.shares_experts:
+        if meeting is None:
+            raise ConfigError(
+                f"enable_expert_parallel with data_parallel_size={config.data_parallel_size}: ranks share "
+                "their experts and run together, and this engine is not one of several that were started so"
+            )
+        rendezvous = "" if meeting.is_first else meeting.address()
     from enginecore.executor.distributed import DistributedExecutor
 
     if backend == "ray":
         from enginecore.executor.ray_cluster import join_cluster, start_actors
 
         config = join_cluster(config)
-        return DistributedExecutor(start_actors(config), config, files, on_loaded)
-    from enginecore.executor.processes import start_processes
+        workers: Sequence[WorkerHandle] = start_actors(config)
+    else:
+        from enginecore.executor.processes import start_processes
 
-    return DistributedExecutor(start_processes(config), config, files, on_loaded)
+        workers = start_processes(config, place)
+    return DistributedExecutor(
+        workers,
+        config,
+        files,
+        place=place,
+        meeting=meeting,
+        rendezvous=rendezvous,
+        on_loaded=on_loaded,
+    )
 
 
 def _check_cuts(config: EngineConfig, files: ModelFiles) -> None:

@@ -3,14 +3,16 @@
 from collections import deque
 
 import numpy as np
+import torch
 
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import EngineDeadError
 from enginecore.executor.executor import OnLoaded, depth
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.model_files import ModelFiles
 from enginecore.worker.runner.runner import PendingOutput
-from enginecore.worker.worker import Worker
+from enginecore.worker.worker import Worker, pick_device
 
 
 class InprocExecutor:
@@ -19,8 +21,19 @@ class InprocExecutor:
     descriptors = ()
     local_pids: list[int] = []  # noqa: RUF012 - nobody changes it
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, on_loaded: OnLoaded | None = None) -> None:
-        self._worker: Worker | None = Worker(config, files, on_loaded=on_loaded)
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        place: RankPlace = ALONE,
+        on_loaded: OnLoaded | None = None,
+    ) -> None:
+        device = pick_device(config.device, place.local_index)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._worker: Worker | None = Worker(
+            config, files, device=device, local_size=place.local_count, on_loaded=on_loaded
+        )
         self._pending: deque[PendingOutput] = deque()
         self.limits = self._worker.limits
         self.depth = depth(config, self.limits)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.logs import LogSettings
 from enginecore.messages import EngineLimits
@@ -42,11 +43,13 @@ class WorkerSettings(msgspec.Struct):
     local_size: int
     """Ranks on its host, which share its memory and cores."""
     rendezvous: str
-    """host:port where rank 0 listens for the others; empty for rank 0, which is to listen on `host`."""
+    """host:port where rank 0 listens for the others; empty for that, which is to listen on `host`."""
     ring: str | None
     """Address of the ring that brings the steps; None: they come over the link."""
     reader: int
     """Index among the readers of the ring."""
+    place: RankPlace = ALONE
+    """The core's place among those that share the requests."""
     log: LogSettings = LogSettings()
 
 
@@ -55,7 +58,7 @@ class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads"):
 
 
 class ExpertLoads(msgspec.Struct, tag="expert_loads", array_like=True):
-    """Worker to core: tokens that went to each expert, over all ranks."""
+    """Worker to core: tokens that it has sent to each expert."""
 
     tokens: NDArray[np.int64] | None
     """[layers with experts, experts]; None for a model without experts."""

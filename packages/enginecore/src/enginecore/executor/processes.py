@@ -17,8 +17,10 @@ from typing import IO
 
 import msgspec
 
+from collectives.interfaces import local_address
 from enginecore import logs
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import ConfigError
 from enginecore.executor.distributed import Ending, RankLocation, WorkerHandle
 from enginecore.executor.link import CoreEnd
@@ -33,19 +35,25 @@ _CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
 """What gloo prints of every group that it has made."""
 
 
-def start_processes(config: EngineConfig) -> list[WorkerHandle]:
+def start_processes(config: EngineConfig, place: RankPlace = ALONE) -> list[WorkerHandle]:
     """Start a process for each rank, and wait for none.
+
+    The ranks of `place.local_count` engines share this host.
 
     Raises:
         ConfigError: this host has fewer devices than ranks.
     """
     ranks = config.world_size
-    _check_devices(config.device, ranks)
+    local_size = place.local_count * ranks
+    _check_devices(config.device, local_size)
+    host = _own_address(config)
     started: list[WorkerHandle] = []
     try:
         for rank in range(ranks):
-            location = RankLocation("127.0.0.1", local_rank=rank, local_size=ranks)
-            started.append(WorkerProcess(rank, location, config.distributed_timeout_seconds))
+            local_rank = place.local_index * ranks + rank
+            location = RankLocation(host, local_rank, local_size)
+            timeout = config.distributed_timeout_seconds
+            started.append(WorkerProcess(rank, location, timeout, number=place.rank * ranks + rank))
     except BaseException:
         for worker in started:
             worker.release()
@@ -57,8 +65,13 @@ def start_processes(config: EngineConfig) -> list[WorkerHandle]:
 class WorkerProcess:
     """A worker's process; see `WorkerHandle`."""
 
-    def __init__(self, rank: int, location: RankLocation, timeout: float) -> None:
-        """Start the process; `location` is on this host, and `timeout` that of `CoreEnd`."""
+    def __init__(
+        self, rank: int, location: RankLocation, timeout: float, *, number: int | None = None
+    ) -> None:
+        """Start the process; `location` is on this host, and `timeout` that of `CoreEnd`.
+
+        `number` is its rank among those of all engines, for the log; by default `rank`.
+        """
         self.rank = rank
         self.location = location
         self.link = CoreEnd(None, timeout)
@@ -82,7 +95,9 @@ class WorkerProcess:
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         # The thread holds no reference to this object, so that dropping it drops the link.
         self._repeating = threading.Thread(
-            target=_repeat, args=(self._process.stdout, self._lines, rank), daemon=True
+            target=_repeat,
+            args=(self._process.stdout, self._lines, rank if number is None else number),
+            daemon=True,
         )
         self._repeating.start()
 
@@ -119,6 +134,14 @@ def _repeat(output: IO[bytes], lines: collections.deque[str], rank: int) -> None
         elif not _CHATTER.match(text):
             lines.append(text)
             logger.warning("rank %d wrote: %s", rank, text)
+
+
+def _own_address(config: EngineConfig) -> str:
+    """Return this host's address for workers that meet: of several hosts, the one that leads to them."""
+    if config.coordinator is None or not config.shares_experts:
+        return "127.0.0.1"
+    host, _, port = config.coordinator.rpartition(":")
+    return local_address(host.strip("[]"), int(port))
 
 
 def _check_devices(device: str, ranks: int) -> None:

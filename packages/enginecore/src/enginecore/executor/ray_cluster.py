@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -95,7 +95,8 @@ def join_cluster(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"device={config.device}: Ray picks the devices, use device=cuda")
     if config.device != "auto":
         return config
-    on_gpus = ray.cluster_resources().get("GPU", 0) >= config.world_size
+    ranks = config.world_size * config.data_parallel_size
+    on_gpus = ray.cluster_resources().get("GPU", 0) >= ranks
     return replace(config, device="cuda" if on_gpus else "cpu")
 
 
@@ -115,11 +116,12 @@ def start_actors(config: EngineConfig) -> list[WorkerHandle]:
         order = rank_order([nodes[i] for i in range(config.world_size)], config.tensor_parallel_size, own)
         actors = [_start_actor(group, bundle, kind) for bundle in order]
         homes = _homes(actors, timeout)
+        sharing = _ranks_by_node([home.node for home in homes], config, kind)
         return [
             RayWorker(
                 rank,
                 homes[rank].pid,
-                _location(homes, rank, own, kind),
+                _location(homes, rank, own, kind, sharing),
                 CoreEnd(ray.util.get_node_ip_address(), timeout),
                 actor,
                 functools.partial(_remove, group),
@@ -238,16 +240,28 @@ def _homes(actors: Sequence[Any], timeout: float) -> list[ActorHome]:
         raise EngineDeadError(f"an actor could not start: {_reason(error)}") from error
 
 
-def _location(homes: Sequence[ActorHome], rank: int, own: str, kind: str) -> RankLocation:
-    """Return where `rank` runs; `own` is the node of this process."""
+def _location(
+    homes: Sequence[ActorHome], rank: int, own: str, kind: str, sharing: Mapping[str, int]
+) -> RankLocation:
+    """Return where `rank` runs; `own` is the node of this process, `sharing` as `_ranks_by_node` returns."""
     node = homes[rank].node
     return RankLocation(
         homes[rank].host,
         # Ray lets a process see no other GPU than its own.
         local_rank=0 if kind == "GPU" else sum(home.node == node for home in homes[:rank]),
-        local_size=sum(home.node == node for home in homes),
+        local_size=sharing[node],
         on_core_host=node == own,
     )
+
+
+def _ranks_by_node(nodes: Sequence[str], config: EngineConfig, kind: str) -> dict[str, int]:
+    """Return how many ranks may share each of `nodes`, on which this engine's are.
+
+    Those of other engines that share the requests come to any node that has room for them.
+    """
+    room = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes()}
+    others = (config.data_parallel_size - 1) * config.world_size
+    return {node: count + min(others, max(0, room[node] - count)) for node, count in Counter(nodes).items()}
 
 
 def _reserve(ranks: int, kind: str, timeout: float) -> PlacementGroup:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchsched import StepPlan
-from enginecore.messages import PositionLogprobs, RowSampling
+from enginecore.messages import NO_TOKENS, PositionLogprobs, RowSampling
 from kvblocks import BlockCopies, TableChanges
 
 NOT_FINITE = -1
@@ -25,7 +25,8 @@ class StepInput(NamedTuple):
     """One step.
 
     A worker applies its parts in this order: `sampled`, which may concern rows that are freed; `copies`;
-    `plan.freed`; `plan.admitted` with `sampling`; `changes`. Then it runs the plan's rows.
+    `plan.freed`; `plan.admitted` with `sampling`; `changes`. Then it runs the plan's rows. Without any, it
+    runs its experts on the tokens of other engines.
     """
 
     plan: StepPlan
@@ -37,6 +38,8 @@ class StepInput(NamedTuple):
     """Blocks to swap out and in before the step runs."""
     sampled: SampledTokens | None = None
     """Where there are several stages: what was sampled since the step before."""
+    unfinished: bool | None = None
+    """On a step that asks all engines in lockstep: whether this one has unfinished requests."""
 
 
 class StepOutput(NamedTuple):
@@ -49,3 +52,11 @@ class StepOutput(NamedTuple):
     """By index into `tokens`, one position each, for rows that asked."""
     prompt_logprobs: dict[int, PositionLogprobs]
     """By row."""
+    unfinished: bool | None = None
+    """Of a step that asked: whether any engine has unfinished requests."""
+
+
+def empty_step(unfinished: bool | None) -> StepInput:
+    """Return a step that runs no row, for an engine in lockstep that has nothing else to run."""
+    changes = TableChanges(NO_TOKENS, NO_TOKENS, NO_TOKENS)
+    return StepInput(StepPlan.empty(), [], changes, BlockCopies(), unfinished=unfinished)

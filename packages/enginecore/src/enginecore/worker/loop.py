@@ -45,9 +45,10 @@ def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) 
     device = pick_device(config.device, settings.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    shares, rank = config.shares_experts, settings.rank
     comms = make_communicators(
-        Grid(pp=settings.pp, tp=settings.tp),
-        settings.rank,
+        Grid(dp=config.data_parallel_size if shares else 1, pp=settings.pp, tp=settings.tp),
+        settings.place.rank * config.world_size + rank if shares else rank,
         address=settings.rendezvous,
         listener=listener,
         backend="gloo" if device.type == "cpu" else "nccl",
@@ -87,9 +88,7 @@ def _run(worker: Worker, receive: Callable[[], bytes], link: WorkerEnd) -> None:
         except (RingClosed, PeerDied):
             return
         if isinstance(step, ReportExpertLoads):
-            loads = worker.expert_loads()
-            if worker.is_output:
-                link.send(ExpertLoads(loads))
+            link.send(ExpertLoads(worker.expert_loads()))
         else:
             deliver(worker.run(step))
 

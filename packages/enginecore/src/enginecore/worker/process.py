@@ -39,7 +39,8 @@ def serve_link(address: LinkSettings) -> None:
     link = WorkerEnd(address)
     try:
         settings = msgspec.json.decode(link.receive(), type=WorkerSettings)
-        logs.configure(settings.log, rank=settings.rank)
+        first = settings.place.rank * settings.config.world_size
+        logs.configure(settings.log, rank=first + settings.rank)
         listener = None
         if not settings.rendezvous:
             listener = _listen(settings.host)

@@ -71,7 +71,6 @@ class Worker:
         limit = config.max_model_len or spec.max_position
         self.is_output = comms.tp.rank == 0 and comms.pp.rank == comms.pp.size - 1
         """Whether this rank, of all, has the results of steps."""
-        self._comms = comms
         # With whole experts each rank counts tokens of its own, with slices every rank of tp the same ones.
         self._counts_loads = config.enable_expert_parallel or comms.tp.rank == 0
         experts = _expert_parallel(config, spec, comms)
@@ -114,6 +113,7 @@ class Worker:
             device=self.device.type,
             dynamic_length=spec.dynamic_length,
             dtype=str(self.dtype).removeprefix("torch."),
+            lockstep=config.shares_experts,
         )
         self._runner = Runner(
             self._model,
@@ -121,6 +121,7 @@ class Worker:
             allocate(layout, size.host_blocks, "cpu") if size.host_blocks else None,
             comms.tp,
             comms.pp,
+            comms.ep,
             dtype=self.dtype,
             max_rows=config.max_num_seqs,
             max_len=size.max_model_len + 1,
@@ -154,7 +155,7 @@ class Worker:
         return self._runner.run(step)
 
     def expert_loads(self) -> np.ndarray | None:
-        """Return how many tokens went to each expert, over all ranks, which must all call this.
+        """Return how many tokens this rank has sent to each expert, those that no other rank counts.
 
         int64 [layers with experts, experts], since the start; None for a model without experts.
         """
@@ -162,11 +163,11 @@ class Worker:
         if experts is None:
             return None
         layers = sorted(experts.layers)
-        total = torch.zeros(len(layers), experts.count, dtype=torch.int64, device=self.device)
+        loads = np.zeros((len(layers), experts.count), np.int64)
         own = self._model.expert_loads()
         if own is not None and self._counts_loads:
-            total[[index for index, layer in enumerate(layers) if layer in self._model.held]] = own
-        return self._comms.world.all_reduce(total).cpu().numpy()
+            loads[[index for index, layer in enumerate(layers) if layer in self._model.held]] = own.cpu()
+        return loads
 
 
 def agreed_size(

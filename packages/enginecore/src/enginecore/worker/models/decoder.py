@@ -90,6 +90,12 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, rotation, layer_cache, batch)
         return x + residual if self.norm is None else self.norm.add(x, residual)[0]
 
+    def run_without_tokens(self) -> None:
+        """Run the experts of this rank on the tokens of others, where it has none of its own."""
+        for layer in self._order:
+            if isinstance(layer.mlp, SparseFeedForward):
+                layer.mlp.run_without_tokens()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab_size] of hidden [n, hidden].
 

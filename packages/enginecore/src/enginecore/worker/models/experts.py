@@ -108,6 +108,12 @@ class SparseFeedForward(nn.Module):
         y = self._dispatch(x[own.start : own.stop])
         return self._tp.all_gather(y, sizes=[cut.size for cut in cuts])
 
+    def run_without_tokens(self) -> None:
+        """Put what other ranks send through this rank's experts, in a step for which it has no token."""
+        if self._spread:
+            weight = self.router.weight
+            self._dispatch(weight.new_empty(0, weight.shape[1]))
+
     def _dispatch(self, x: Tensor) -> Tensor:
         weights, experts = self.router(x)
         return self.dispatcher.forward(x, experts, weights, self.experts)

@@ -33,12 +33,21 @@ class PendingOutput:
             self._copied.record()
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
+        self._unfinished: Tensor | None = None
+
+    def add_answer(self, unfinished: Tensor) -> None:
+        """Have `result` tell whether any engine has unfinished requests: `unfinished` int32 [1]."""
+        self._unfinished = unfinished.to("cpu", non_blocking=True)
+        if unfinished.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def result(self) -> StepOutput:
         """Return what the step sampled."""
         if self._copied is not None:
             self._copied.synchronize()
-        return StepOutput(self._step, self._tokens.numpy(), self._logprobs, self._prompt_logprobs)
+        unfinished = None if self._unfinished is None else bool(self._unfinished)
+        return StepOutput(self._step, self._tokens.numpy(), self._logprobs, self._prompt_logprobs, unfinished)
 
 
 class Runner:
@@ -48,6 +57,8 @@ class Runner:
     its tokens. Of the stages along `pp` each gets hidden states from the one before, and the last samples;
     the others hear what it sampled with a later step. Where a stage sends, the next may still be at work on
     the step before: on a CPU it waits for that, on a device its stream does.
+
+    Where engines share experts, all ranks of `ep` run as many steps, some of them without rows.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class Runner:
         host_cache: Tensor | None,
         tp: Communicator,
         pp: Communicator,
+        ep: Communicator,
         *,
         dtype: torch.dtype,
         max_rows: int,
@@ -69,6 +81,7 @@ class Runner:
         self._model = model
         self._tp = tp
         self._pp = pp
+        self._ep = ep
         self._dtype = dtype
         self._cache = cache
         self._host_cache = host_cache
@@ -81,9 +94,18 @@ class Runner:
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; its results are those of the plan's sampling rows, in the plan's order."""
         self._apply(step)
+        if len(step.plan.rows):
+            output = self._run_rows(step)
+        else:
+            self._model.run_without_tokens()
+            output = _nothing(step)
+        if step.unfinished is not None and self._model.last:
+            own = torch.tensor([step.unfinished], dtype=torch.int32, device=self._cache.device)
+            output.add_answer(self._ep.all_reduce(own, "max"))
+        return output
+
+    def _run_rows(self, step: StepInput) -> PendingOutput:
         plan = step.plan
-        if not len(plan.rows):
-            return _nothing(step)
         inputs = build_inputs(
             plan.rows,
             plan.starts,
