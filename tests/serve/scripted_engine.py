@@ -164,6 +164,7 @@ class ScriptedEngine:
         self.frontend = ScriptedFrontend()
         self.metrics = Metrics("tiny")
         self.stats = EngineStats()
+        self.ranks_down: dict[int, str] = {}
         self.error: str | None = None
         self.is_ready = True
         self.failure: OctavoError | None = None
@@ -176,6 +177,10 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.was_shut_down = False
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready
 
     async def ready(self) -> EngineLimits:
         await self.loading.wait()

@@ -87,4 +87,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    sys.stderr.flush()
+    # At once: the thread that reads standard input would be in the way of Python's own end.
+    os._exit(exit_status)

@@ -12,9 +12,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from enginecore import EngineConfig, RankSupervisor, __version__, logs
+from enginecore import EngineConfig, RankDown, RankEvent, RankOut, RankSupervisor, __version__, logs
 from enginecore.errors import ModelError
-from enginecore.messages import RankDown, RankEvent, RankOut
 from enginecore.threads import user_environment
 from octavo_serve.config import ServeConfig
 from octavo_serve.listening import url

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from enginecore.frontend.request import Prompt, Request
     from enginecore.frontend.stream import RequestStream
     from enginecore.llm import LLM
+    from enginecore.messages import RankDown, RankEvent, RankOut, RankUp
     from enginecore.outputs import CompletionOutput, RequestOutput
     from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
@@ -33,7 +34,11 @@ _HOMES = {
     "LLMEngine": "engine",
     "PipedRanks": "core.piped_ranks",
     "Prompt": "frontend.request",
+    "RankDown": "messages",
+    "RankEvent": "messages",
+    "RankOut": "messages",
     "RankSupervisor": "core.supervisor",
+    "RankUp": "messages",
     "Request": "frontend.request",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
@@ -50,7 +55,11 @@ __all__ = [
     "LLMEngine",
     "PipedRanks",
     "Prompt",
+    "RankDown",
+    "RankEvent",
+    "RankOut",
     "RankSupervisor",
+    "RankUp",
     "Request",
     "RequestOutput",
     "RequestOutputKind",

@@ -223,7 +223,13 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         try:
             frontend = await asyncio.to_thread(self._load_frontend)
-            dispatcher = Dispatcher(list(self._ranks.boards), frontend, self._number, self._ranks.coordinator)
+            dispatcher = Dispatcher(
+                list(self._ranks.boards),
+                frontend,
+                self._number,
+                self._ranks.coordinator,
+                follow_prefixes=self.config.follows_prefixes,
+            )
             self._dispatcher = dispatcher
             dispatcher.on_outputs = self._deliver
             dispatcher.on_change = self._on_change

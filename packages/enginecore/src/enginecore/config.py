@@ -151,6 +151,11 @@ class EngineConfig:
         self._check_parallel()
 
     @property
+    def follows_prefixes(self) -> bool:
+        """Whether front-ends choose a rank by what it has cached."""
+        return self.data_parallel_routing == "prefix" and len(self.local_ranks) > 1
+
+    @property
     def local_ranks(self) -> range:
         """Ranks that this server, or this engine, runs."""
         if self.data_parallel_rank is not None:

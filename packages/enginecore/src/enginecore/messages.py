@@ -64,7 +64,11 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True
     """Front-end to core: forget cached prefixes that no request uses."""
 
 
-FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache
+class FollowPrefixes(msgspec.Struct, tag="follow_prefixes", array_like=True):
+    """Front-end to core: send `KVEvents` from now on, first of all that is cached."""
+
+
+FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | FollowPrefixes
 
 
 class PositionLogprobs(NamedTuple):

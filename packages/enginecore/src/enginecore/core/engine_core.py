@@ -33,11 +33,11 @@ from enginecore.core.lockstep import Lockstep
 from enginecore.core.policies import make_policy
 from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, LoadReport, RankPlace
-from enginecore.data_parallel.prefixes import request_salt
+from enginecore.data_parallel.prefixes import all_keys, kv_events, request_salt
 from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, OnLoaded, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
-from enginecore.messages import STEP_BOUNDS, AddRequest, EngineStats, Outputs, PositionLogprobs
+from enginecore.messages import STEP_BOUNDS, AddRequest, EngineStats, KVEvents, Outputs, PositionLogprobs
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
 from enginecore.sampling_params import SamplingParams
@@ -140,6 +140,7 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             host_blocks=limits.host_blocks,
             windows=(limits.window,),
+            record_events=config.follows_prefixes,
         )
         self._scheduler = Scheduler(
             Limits(
@@ -233,6 +234,14 @@ class EngineCore:
         self._refused.pop(client, None)
         mine = [handle for handle in self._unfinished if handle >> NUMBER_BITS == client]
         self.abort(client, [handle & NUMBER_MASK for handle in mine])
+
+    def prefix_events(self) -> KVEvents:
+        """Return what has changed in the prefix cache since the last call."""
+        return kv_events(self._memory.pool.events())
+
+    def cached_prefixes(self) -> KVEvents:
+        """Return all that the prefix cache holds."""
+        return all_keys(self._memory.pool)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request holds."""

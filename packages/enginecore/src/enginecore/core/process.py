@@ -32,6 +32,7 @@ from enginecore.messages import (
     AddRequest,
     CoreMessage,
     Failed,
+    FollowPrefixes,
     FrontendMessage,
     Outputs,
     Ready,
@@ -70,6 +71,8 @@ class CoreServer:
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
         self._encoder = Encoder()
         self._clients: set[int] = set()
+        self._followers: set[int] = set()
+        """Clients that follow the prefix cache."""
         self._read_at = time.monotonic()
         """When what front-ends have sent was last taken in."""
         self._ends = socket.get_monitor_socket(zmq.Event.DISCONNECTED)
@@ -124,6 +127,15 @@ class CoreServer:
         self._board.publish(self._core.stats())
         for client, mine in outputs.items():
             self._send(client, mine)
+        self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        if not self._followers:
+            return
+        events = self._core.prefix_events()
+        if events.cleared or events.stored.size or events.removed.size:
+            for client in list(self._followers):
+                self._send(client, events)
 
     def _read(self) -> None:
         self._read_at = time.monotonic()
@@ -141,6 +153,10 @@ class CoreServer:
                 self._core.abort(client, numbers)
             case ResetPrefixCache():
                 self._core.reset_prefix_cache()
+            case FollowPrefixes():
+                self._tell_followers()
+                self._followers.add(client)
+                self._send(client, self._core.cached_prefixes())
 
     def _forget_gone(self) -> None:
         """Drop the requests of front-ends whose connection has ended."""
@@ -159,6 +175,7 @@ class CoreServer:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._clients.discard(client)
+            self._followers.discard(client)
             self._core.forget(client)
 
 

@@ -19,9 +19,11 @@ import msgspec
 from enginecore import logs
 from enginecore.config import EngineConfig
 from enginecore.core.board import Board
+from enginecore.core.coordinator_child import CoordinatorChild
 from enginecore.core.identity import split_handle
 from enginecore.core.rank_process import RankProcess
 from enginecore.core.settings import CoreSettings
+from enginecore.data_parallel.connection import read_key, tcp_address
 from enginecore.data_parallel.messages import CoordinatorAddress, RankPlace
 from enginecore.messages import EngineLimits, RankDown, RankEvent, RankOut, RankUp
 from enginecore.private_folder import private_folder
@@ -75,11 +77,15 @@ class RankSupervisor:
         self._untold: list[RankEvent] = []
         self._telling = threading.Lock()
         self._stopping = False
-        self.coordinator: CoordinatorAddress | None = None
-        """Where ranks report their loads; None with one rank."""
         self._selector = selectors.DefaultSelector()
         woken, self._wake = os.pipe()
         self._selector.register(woken, selectors.EVENT_READ)
+        self.coordinator = _coordinator_address(config, self.folder)
+        """Where ranks report their loads; None with one rank."""
+        self._coordinator: CoordinatorChild | None = None
+        """The coordinator, where it is not that of several servers."""
+        if self.coordinator is not None and config.coordinator is None:
+            self._start_coordinator(self.coordinator)
         ranks = config.local_ranks
         self._ranks = [
             _Rank(RankPlace(rank, index, len(ranks)), self.folder / f"board-{rank}")
@@ -115,15 +121,20 @@ class RankSupervisor:
             process.release()
         for process in processes:
             process.stop()
+        if self._coordinator is not None:
+            self._coordinator.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._stopping:
             for key, _ in self._selector.select(self._seconds_between_looks):
-                state: _Rank | None = key.data
-                if state is not None and not self._stopping:
-                    self._read(state)
+                if self._stopping:
+                    return
+                if isinstance(key.data, _Rank):
+                    self._read(key.data)
+                elif isinstance(key.data, CoordinatorChild):
+                    self._read_coordinator(key.data)
             if time.monotonic() - looked >= self._seconds_between_looks:
                 self._look_for_hangs()
                 looked = time.monotonic()
@@ -157,6 +168,17 @@ class RankSupervisor:
     @property
     def _rows(self) -> int:
         return self._config.max_num_seqs * (self._config.pipeline_parallel_size + _SPARE_STEPS)
+
+    def _start_coordinator(self, address: CoordinatorAddress) -> None:
+        self._coordinator = CoordinatorChild(address)
+        self._selector.register(self._coordinator, selectors.EVENT_READ, self._coordinator)
+
+    def _read_coordinator(self, coordinator: CoordinatorChild) -> None:
+        """Start the coordinator again if it has ended: nothing waits for it but its loads."""
+        if not coordinator.read() and self.coordinator is not None:
+            self._selector.unregister(coordinator)
+            logger.error("the coordinator has ended (%s): starting it again", coordinator.ending())
+            self._start_coordinator(self.coordinator)
 
     def _read(self, state: _Rank) -> None:
         process = state.process
@@ -244,3 +266,13 @@ class RankSupervisor:
                 self._untold.append(event)
             else:
                 self._listener(event)
+
+
+def _coordinator_address(config: EngineConfig, folder: Path) -> CoordinatorAddress | None:
+    """Return where the coordinator is, or is to be; None where one rank needs none."""
+    if config.coordinator is not None:
+        assert config.coordinator_key is not None, "EngineConfig takes both or none"
+        return tcp_address(config.coordinator, read_key(Path(config.coordinator_key)))
+    if config.data_parallel_size == 1:
+        return None
+    return CoordinatorAddress(f"ipc://{folder}/reports", f"ipc://{folder}/snapshots")

@@ -6,17 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from enginecore.core.client import CoreClient
 from enginecore.data_parallel.link import FrontendLink
 from enginecore.data_parallel.loads import LoadView
 from enginecore.data_parallel.messages import CoordinatorAddress
+from enginecore.data_parallel.prefixes import PrefixView, prompt_keys
 from enginecore.errors import ModelError
 from enginecore.frontend.frontend import Frontend
 from enginecore.messages import (
     AbortRequests,
     AddRequest,
     EngineLimits,
+    FollowPrefixes,
     FrontendMessage,
+    KVEvents,
     Outputs,
     RankDown,
     RankEvent,
@@ -51,9 +57,18 @@ class Dispatcher:
     """
 
     def __init__(
-        self, ranks: Sequence[int], frontend: Frontend, number: int, coordinator: CoordinatorAddress | None
+        self,
+        ranks: Sequence[int],
+        frontend: Frontend,
+        number: int,
+        coordinator: CoordinatorAddress | None = None,
+        *,
+        follow_prefixes: bool = False,
     ) -> None:
-        """`number` is this front-end's among all of these ranks."""
+        """`number` is this front-end's among all of these ranks.
+
+        `follow_prefixes` is to choose ranks by what they have cached too.
+        """
         self._all = list(ranks)
         self._frontend = frontend
         self._number = number
@@ -67,6 +82,9 @@ class Dispatcher:
         self.on_change: Callable[[], None] = lambda: None
         """Called when a rank is up, down or out."""
         self._loads = LoadView(self._all, number)
+        self._prefixes: PrefixView | None = None
+        """Where the rank is chosen by what it has cached."""
+        self._follows_prefixes = follow_prefixes
         self._rank_of: dict[int, int] = {}
         """By number of a request's sample that has not finished."""
         self._waiting: list[list[AddRequest]] = []
@@ -119,7 +137,7 @@ class Dispatcher:
     def send(self, messages: Sequence[AddRequest]) -> None:
         """Send the samples of one request to a rank; while none is up they wait for one."""
         now = time.monotonic()
-        rank = self._loads.choose(now)
+        rank = self._loads.choose(now, self._cached_tokens(messages[0]))
         if rank is None:
             self._waiting.append(list(messages))
             return
@@ -142,6 +160,13 @@ class Dispatcher:
             kept = ([message for message in some if message.number not in dropped] for some in self._waiting)
             self._waiting = [some for some in kept if some]
 
+    def _cached_tokens(self, message: AddRequest) -> NDArray[np.int64] | None:
+        """Return the tokens of a request that each rank has cached; None where that does not count."""
+        view, limits = self._prefixes, self._frontend.limits
+        if view is None or limits is None:
+            return None
+        return view.cached_tokens(prompt_keys(message.prompt, limits.block_size, message.cache_salt))
+
     def broadcast(self, message: FrontendMessage) -> None:
         """Send a message to every rank that is up."""
         for rank in self._up.values():
@@ -163,6 +188,10 @@ class Dispatcher:
         client = CoreClient(event.address, self._number)
         self._up[rank] = _Rank(client, asyncio.create_task(self._read(rank, client)))
         self._loads.set_up(rank, event.incarnation)
+        if self._follows_prefixes:
+            if self._prefixes is None:
+                self._prefixes = PrefixView(self._all, event.limits.block_size)
+            client.send(FollowPrefixes())
         waiting, self._waiting = self._waiting, []
         for messages in waiting:
             self.send(messages)
@@ -170,6 +199,8 @@ class Dispatcher:
     def _on_down(self, event: RankDown) -> None:
         self.down[event.rank] = event.reason
         self._loads.set_down(event.rank)
+        if self._prefixes is not None:
+            self._prefixes.clear(event.rank)
         rank = self._up.pop(event.rank, None)
         if rank is not None:
             rank.close()
@@ -218,9 +249,13 @@ class Dispatcher:
 
     async def _read(self, rank: int, client: CoreClient) -> None:
         while True:
-            outputs = await client.receive()
+            message = await client.receive()
             try:
-                self._take_outputs(rank, outputs)
+                if isinstance(message, KVEvents):
+                    if self._prefixes is not None:
+                        self._prefixes.update(rank, message)
+                else:
+                    self._take_outputs(rank, message)
             except Exception:
                 # Whoever waits for them must not wait for ever.
                 logger.exception("outputs of rank %d cannot be read", rank)

@@ -44,7 +44,7 @@ class Meeting:
             left = until - time.monotonic()
             if left <= 0:
                 raise EngineDeadError(
-                    f"rank 0 has not told within {self._timeout:g} s where the workers that share experts meet"
+                    f"rank 0 has not told within {self._timeout:g} s where workers that share experts meet"
                 )
             poller.poll(math.ceil(1000 * min(left, self._link.due())))
 
