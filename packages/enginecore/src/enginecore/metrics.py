@@ -176,7 +176,7 @@ class Metrics:
                 self.itl.observe(now - state.last_token_time)
             state.last_token_time = now
             if state.finished:
-                reasons = [sample.finish_reason or "stop" for sample in state.samples.values()]
+                reasons = [sample.finish_reason or "stop" for sample in state.samples]
                 self._end(state, "error" if "error" in reasons else reasons[-1], now)
 
     def ended_early(self, state: "RequestState", reason: str) -> None:
@@ -275,7 +275,7 @@ class _RequestHistograms:
     def observe(self, state: "RequestState", now: float) -> None:
         """Take in a request that has finished."""
         params, times = state.request.params, state.metrics
-        lengths = [sample.num_tokens for sample in state.samples.values()]
+        lengths = [sample.num_tokens for sample in state.samples]
         self._prompt.observe(len(state.request.prompt.token_ids))
         self._generated.observe(sum(lengths))
         self._longest.observe(max(lengths))
