@@ -9,7 +9,7 @@ from enginecore import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.frontend.output_processor import OutputProcessor
 from enginecore.frontend.request import Prompt, Request
-from enginecore.messages import EngineLimits, EngineStats, Outputs
+from enginecore.messages import AddRequest, EngineLimits, EngineStats, Outputs, RowSampling
 from enginecore.metrics import Counter, Gauge, Histogram, Metrics
 from enginecore.sampling_params import SamplingParams
 
@@ -36,7 +36,11 @@ def loaded(prefix: str = "octavo_") -> Metrics:
 def run_one(metrics: Metrics) -> None:
     """Run a request of 3 prompt tokens, 2 of them cached, that generates 2, one a step."""
     processor = OutputProcessor(None)
-    processor.add(Request("r", Prompt(None, [1, 2, 3]), SamplingParams(max_tokens=2)), ())
+    params = SamplingParams(max_tokens=2)
+    message = AddRequest(
+        processor.new_number(), np.array([1, 2, 3], np.int32), 2, RowSampling(params, [], [], seed=0)
+    )
+    processor.add(Request("r", Prompt(None, [1, 2, 3]), params), (), [message])
     for step in range(2):
         outputs = Outputs(
             np.array([0]),

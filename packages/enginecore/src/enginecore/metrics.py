@@ -215,7 +215,7 @@ class Metrics:
                 since[state.last_token_time] = since.get(state.last_token_time, 0) + 1
             state.last_token_time = now
             if state.unfinished == 0:
-                reasons = [sample.finish_reason or "stop" for sample in state.samples.values()]
+                reasons = [sample.finish_reason or "stop" for sample in state.samples]
                 mine.end(state, "error" if "error" in reasons else reasons[-1], now)
         # Requests that run together got their last tokens together.
         for before, count in since.items():
@@ -332,7 +332,7 @@ class _RequestHistograms:
     def observe(self, state: "RequestState", now: float) -> None:
         """Take in a request that has finished."""
         params, times = state.request.params, state.metrics
-        lengths = [sample.num_tokens for sample in state.samples.values()]
+        lengths = [sample.num_tokens for sample in state.samples]
         self.prompt.observe(len(state.request.prompt.token_ids))
         self.generated.observe(sum(lengths))
         self.longest.observe(max(lengths))

@@ -6,7 +6,7 @@ It does no input or output: the same front-end serves an engine in this process 
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -215,25 +215,36 @@ class Frontend:
         stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]
         stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
         check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
-        state = self._outputs.add(request, self._eos_ids)
         ids = np.array(prompt.token_ids, np.int32)
         messages = [
             AddRequest(
-                number=number,
+                number=self._outputs.new_number(),
                 prompt=ids,
                 max_tokens=max_tokens,
                 sampling=RowSampling(
-                    params if sample.index == 0 else _without_prompt_logprobs(params),
+                    params if index == 0 else _without_prompt_logprobs(params),
                     stop_ids,
                     list(bad_words),
-                    self._seed(params, sample.index),
+                    self._seed(params, index),
                 ),
                 cache_salt=prompt.cache_salt,
                 priority=request.priority,
             )
-            for number, sample in state.samples.items()
+            for index in range(params.n)
         ]
-        return Added(state, messages)
+        return Added(self._outputs.add(request, self._eos_ids, messages), messages)
+
+    def resume(self, numbers: Iterable[int], *, alone: Collection[int] = ()) -> dict[int, AddRequest]:
+        """Return what is to be sent to another core, in this order, by the numbers that the first one knows.
+
+        It goes on after the tokens so far, under a new number: what still comes for the old one is dropped.
+        Samples that have finished, or were aborted, are passed over.
+
+        Args:
+            numbers: Of samples whose core has ended.
+            alone: Those of them that are to run in steps of their own.
+        """
+        return self._outputs.resume(numbers, alone)
 
     def process(self, outputs: Outputs) -> Processed:
         """Take one step's outputs; return what they change for callers."""

@@ -2,14 +2,18 @@
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
+import numpy as np
 
 from enginecore.frontend.request import Request
 from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
 from enginecore.frontend.text.stop import StopMatcher
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.messages import FINISH_REASONS, RUNNING, STOP, Outputs, PositionLogprobs
+from enginecore.messages import FINISH_REASONS, RUNNING, STOP, AddRequest, Outputs, PositionLogprobs
 from enginecore.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling_params import RequestOutputKind
 
@@ -26,25 +30,34 @@ class SampleState:
         "_params",
         "_pieces",
         "_push",
+        "_shown",
         "changed",
         "cumulative_logprob",
         "finish_reason",
         "index",
         "logprobs",
-        "num_tokens",
+        "message",
         "request",
         "stop_reason",
         "token_ids",
+        "was_scheduled",
     )
 
-    def __init__(self, request: "RequestState", index: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: "RequestState", index: int, message: AddRequest, tokenizer: Tokenizer | None
+    ) -> None:
         params = request.request.params
         self.request = request
         self._params = params
         self.index = index
-        self.token_ids: list[int] = []
-        """All tokens so far; with DELTA, those since the last output."""
-        self.num_tokens = 0
+        self.message = message
+        """The message that a core was sent for it, the last one if it was resumed."""
+        self.was_scheduled = False
+        """Whether its prompt has run on some core."""
+        self.token_ids = array("i")
+        """All tokens so far: four bytes each, to be resumed from."""
+        self._shown = 0
+        """Tokens that the last output held; only with DELTA."""
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self.finish_reason: str | None = None
@@ -62,10 +75,13 @@ class SampleState:
         unseen = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
         self._push = None if self._detokenizer is None or unseen else self._detokenizer.push
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
     def append(self, token: int, code: int) -> None:
         """Take one sampled token with the finish code that the core gave it."""
         self.token_ids.append(token)
-        self.num_tokens += 1
         self.changed = True
         if code != RUNNING:
             self._finish(token, code)
@@ -84,21 +100,38 @@ class SampleState:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.changed = True
 
+    def resumed(self, number: int, now: float, *, alone: bool) -> AddRequest:
+        """Return the message that lets another core go on after the tokens so far."""
+        sampling = self.message.sampling
+        if self.index == 0:
+            done = self.request.num_prompt_logprobs
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs_done=done)
+        self.message = msgspec.structs.replace(
+            self.message,
+            number=number,
+            sampling=sampling,
+            generated=np.array(self.token_ids, np.int32),
+            age=max(0.0, now - self.request.metrics.arrival_time),
+            counted=self.was_scheduled,
+            alone=alone,
+        )
+        return self.message
+
     def output(self) -> CompletionOutput:
         """Return the sample so far, or with DELTA what is new, which then counts as seen."""
         text = "".join(self._pieces)
-        token_ids, logprobs = self.token_ids, self.logprobs
+        token_ids, logprobs = self.token_ids[self._shown :], self.logprobs
         self.changed = False
         if self._params.output_kind is RequestOutputKind.DELTA:
-            self._pieces, self.token_ids = [], []
+            self._pieces, self._shown = [], len(self.token_ids)
             self.logprobs = None if logprobs is None else []
         elif self.finish_reason is None:
-            self._pieces, token_ids = [text], token_ids.copy()
+            self._pieces = [text]
             logprobs = None if logprobs is None else logprobs.copy()
         return CompletionOutput(
             self.index,
             text,
-            token_ids,
+            token_ids.tolist(),
             self.cumulative_logprob,
             logprobs,
             self.finish_reason,
@@ -140,6 +173,7 @@ class RequestState:
         "last_token_time",
         "metrics",
         "num_cached_tokens",
+        "num_prompt_logprobs",
         "prompt_logprobs",
         "request",
         "samples",
@@ -152,14 +186,16 @@ class RequestState:
         self.eos_ids = eos_ids
         self.metrics = RequestMetrics(arrival_time=arrival)
         self.last_token_time: float | None = None
-        self.samples: dict[int, SampleState] = {}
-        """By number, in the order of their index."""
+        self.samples: list[SampleState] = []
+        """By index."""
         self.unfinished = request.params.n
         """Samples that have not finished."""
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[LogprobRow | None] | None = (
             None if request.params.prompt_logprobs is None else [None]
         )
+        self.num_prompt_logprobs = 0
+        """Prompt positions whose log probabilities have come, whether the caller has taken them or not."""
 
     @property
     def finished(self) -> bool:
@@ -168,7 +204,7 @@ class RequestState:
     @property
     def failure(self) -> str | None:
         """The error of a sample that could not be run; None if all could."""
-        failed = (sample for sample in self.samples.values() if sample.finish_reason == "error")
+        failed = (sample for sample in self.samples if sample.finish_reason == "error")
         return next((str(sample.stop_reason) for sample in failed), None)
 
     @property
@@ -186,7 +222,7 @@ class RequestState:
     def output(self) -> RequestOutput:
         """Return the request as its output kind wants it."""
         is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
-        samples = [sample for sample in self.samples.values() if sample.changed or not is_delta]
+        samples = [sample for sample in self.samples if sample.changed or not is_delta]
         prompt_logprobs = self.prompt_logprobs
         if is_delta:
             self.prompt_logprobs = None
@@ -218,7 +254,7 @@ class OutputProcessor:
         """`clock` gives seconds since the epoch."""
         self._tokenizer = tokenizer
         self._clock = clock
-        self._numbers = itertools.count()
+        self._unused_numbers = itertools.count()
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[int, SampleState] = {}
 
@@ -235,20 +271,40 @@ class OutputProcessor:
         """The unfinished requests by id."""
         return self._requests
 
-    def add(self, request: Request, eos_ids: Collection[int]) -> RequestState:
-        """Take a request, whose id no unfinished one has, and number its samples."""
+    def new_number(self) -> int:
+        """Return a number for a message to a core that no other has had."""
+        return next(self._unused_numbers)
+
+    def add(self, request: Request, eos_ids: Collection[int], messages: Sequence[AddRequest]) -> RequestState:
+        """Take a request, whose id no unfinished one has, with the message of each of its samples."""
         state = RequestState(request, eos_ids, self._clock())
-        for index in range(request.params.n):
-            state.samples[next(self._numbers)] = SampleState(state, index, self._tokenizer)
-        self._samples |= state.samples
+        for index, message in enumerate(messages):
+            sample = SampleState(state, index, message, self._tokenizer)
+            state.samples.append(sample)
+            self._samples[message.number] = sample
         self._requests[request.request_id] = state
         return state
+
+    def resume(self, numbers: Iterable[int], alone: Collection[int]) -> dict[int, AddRequest]:
+        """See `Frontend.resume`."""
+        now = self._clock()
+        known = [number for number in numbers if number in self._samples]
+        known.sort(key=lambda number: self._samples[number].request.metrics.arrival_time)
+        messages = {}
+        for number in known:
+            sample = self._samples.pop(number)
+            messages[number] = sample.resumed(self.new_number(), now, alone=number in alone)
+            self._samples[sample.message.number] = sample
+        return messages
 
     def process(self, outputs: Outputs) -> Processed:
         """Take one step's outputs; numbers that are not known are passed over: they were aborted."""
         for number, (num_cached, waited) in outputs.scheduled.items():
             sample = self._samples.get(number)
-            if sample is not None and sample.index == 0:
+            if sample is None or sample.was_scheduled:
+                continue
+            sample.was_scheduled = True
+            if sample.index == 0:
                 sample.request.num_cached_tokens = num_cached
                 sample.request.metrics.time_in_queue = waited
         for number, entry in outputs.prompt_logprobs:
@@ -283,7 +339,8 @@ class OutputProcessor:
         state = self._requests.pop(request_id, None)
         if state is None:
             return []
-        return [number for number in state.samples if self._samples.pop(number, None) is not None]
+        numbers = [sample.message.number for sample in state.samples]
+        return [number for number in numbers if self._samples.pop(number, None) is not None]
 
     def _finish(self, number: int) -> None:
         state = self._samples.pop(number).request
@@ -301,6 +358,7 @@ class OutputProcessor:
         sample = self._samples.get(number)
         if sample is not None and sample.request.prompt_logprobs is not None:
             sample.request.prompt_logprobs += self._rows(entry, sample)
+            sample.request.num_prompt_logprobs += len(entry.ranks)
 
     def _rows_by_number(self, entries: Sequence[tuple[int, PositionLogprobs]]) -> dict[int, list[LogprobRow]]:
         found: dict[int, list[LogprobRow]] = {}
