@@ -19,6 +19,8 @@ from enginecore.options import OptionParser
 from octavo_serve import cli
 from octavo_serve.config import ServeConfig
 from octavo_serve.listening import listen
+from octavo_serve.server import run
+from octavo_serve.supervisor import announce
 
 
 class ToldEngine(ScriptedEngine):
@@ -56,10 +58,9 @@ class ToldEngine(ScriptedEngine):
 
 def serve() -> int:
     parser = OptionParser("octavo-serve", "", "0", {"engine": EngineConfig, "server": ServeConfig})
-    _, options = parser.read()
+    engine, options = parser.read()
     listener = listen(options.host, options.port)
-    from octavo_serve.server import run
-
+    announce(listener, engine, options)
     return run(listener, cast(Any, ToldEngine), options)
 
 

@@ -1,13 +1,10 @@
 """`octavo-serve`: read the options, take the port, then load everything else."""
 
-import logging
 import os
 import signal
 import sys
 
 PROGRAM = "octavo-serve"
-
-logger = logging.getLogger("octavo_serve")
 
 
 def main() -> int:
@@ -21,7 +18,7 @@ def main() -> int:
 
 
 def _serve() -> int:
-    from enginecore import EngineConfig, __version__, logs
+    from enginecore import EngineConfig, __version__
     from enginecore.options import OptionParser
     from octavo_serve.config import ServeConfig
     from octavo_serve.listening import listen
@@ -31,13 +28,11 @@ def _serve() -> int:
     # `octavo-serve serve MODEL` is `vllm serve MODEL`; a folder of that name is ./serve.
     arguments = sys.argv[2:] if sys.argv[1:2] == ["serve"] else sys.argv[1:]
     engine_config, options = OptionParser(PROGRAM, description, __version__, records).read(arguments)
-    logs.configure(logs.LogSettings(getattr(logging, options.log_level.upper()), options.log_format))
-    if options.host in ("0.0.0.0", "::", "") and options.api_key is None:
-        logger.warning("listening on every network without an API key: anybody there may use this server")
     # Taken before the model and the web framework load: a port in use is known at once.
     listener = listen(options.host, options.port)
-    from octavo_serve.supervisor import Supervisor
+    from octavo_serve.supervisor import Supervisor, announce
 
+    announce(listener, engine_config, options)
     return Supervisor(listener, engine_config, options).run()
 
 

@@ -30,6 +30,15 @@ logger = logging.getLogger(__name__)
 _message = msgspec.json.Decoder(HttpReady | HttpFailed)
 
 
+def announce(listener: socket.socket, engine: EngineConfig, server: ServeConfig) -> None:
+    """Log from now on as `server` says, first of all the beginning."""
+    logs.configure(logs.LogSettings(getattr(logging, server.log_level.upper()), server.log_format))
+    if server.host in ("0.0.0.0", "::", "") and server.api_key is None:
+        logger.warning("listening on every network without an API key: anybody there may use this server")
+    logger.info("version %s", __version__)
+    logger.info("listening on %s, loading %s", url(listener), engine.model)
+
+
 class _HttpProcess:
     """A running HTTP process."""
 
@@ -114,8 +123,6 @@ class Supervisor:
         Raises:
             ModelError: the model could not be loaded, or an HTTP process not be started.
         """
-        logger.info("version %s", __version__)
-        logger.info("listening on %s, loading %s", url(self._listener), self._engine.model)
         try:
             count = self._server.api_server_count or len(self._engine.local_ranks)
             for index in range(count):
