@@ -16,7 +16,7 @@ from octavo_offline.progress import show_progress
 from octavo_offline.running import Job, Result, run_jobs
 
 if TYPE_CHECKING:
-    from enginecore import LLMEngine
+    from enginecore import Engine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -71,7 +71,7 @@ class _NoRequest(RequestError):
 
 
 def run_batch(
-    engine: "LLMEngine",
+    engine: "Engine",
     names: Sequence[str],
     source: Iterable[Numbered],
     out: Output,
@@ -94,7 +94,7 @@ def run_batch(
 
 
 class _Writer:
-    def __init__(self, engine: "LLMEngine", out: Output, counts: Counts) -> None:
+    def __init__(self, engine: "Engine", out: Output, counts: Counts) -> None:
         self._out = out
         self._counts = counts
         tokenizer = engine.frontend.tokenizer
@@ -138,7 +138,7 @@ def _response(status: int, request_id: str, body: dict[str, Any]) -> dict[str, A
 
 
 def _jobs(
-    engine: "LLMEngine", names: Sequence[str], source: Iterable[Numbered], writer: _Writer
+    engine: "Engine", names: Sequence[str], source: Iterable[Numbered], writer: _Writer
 ) -> Iterator[Job]:
     for number, text in source:
         custom_id = None
@@ -169,7 +169,7 @@ def _line(fields: dict[str, Any]) -> _Line:
     return line
 
 
-def _read(engine: "LLMEngine", names: Sequence[str], number: int, line: _Line) -> Job:
+def _read(engine: "Engine", names: Sequence[str], number: int, line: _Line) -> Job:
     model = openai.model_name(line.body, names)
     most = engine.config.max_logprobs
     if line.url == CHAT:
@@ -177,7 +177,7 @@ def _read(engine: "LLMEngine", names: Sequence[str], number: int, line: _Line) -
     return _completion_job(engine, number, line.custom_id, model, openai.read_completion(line.body, most))
 
 
-def _chat_job(engine: "LLMEngine", number: int, custom_id: str, model: str, body: ChatBody) -> Job:
+def _chat_job(engine: "Engine", number: int, custom_id: str, model: str, body: ChatBody) -> Job:
     _refuse_streaming(body)
     prompt = engine.frontend.prepare_chat(
         body.messages, cache_salt=body.cache_salt, **openai.template_options(body)
@@ -187,9 +187,7 @@ def _chat_job(engine: "LLMEngine", number: int, custom_id: str, model: str, body
     return Job(key, [prompt], [params], body.priority or 0)
 
 
-def _completion_job(
-    engine: "LLMEngine", number: int, custom_id: str, model: str, body: CompletionBody
-) -> Job:
+def _completion_job(engine: "Engine", number: int, custom_id: str, model: str, body: CompletionBody) -> Job:
     _refuse_streaming(body)
     params = openai.completion_params(body, engine.frontend.sampling_defaults)
     texts = openai.completion_prompts(body.prompt)

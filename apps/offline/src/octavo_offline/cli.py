@@ -16,7 +16,7 @@ from octavo_offline.config import RunConfig, SamplingConfig, check_run
 from octavo_offline.progress import show_loading
 
 if TYPE_CHECKING:
-    from enginecore import LLMEngine
+    from enginecore import Engine
     from octavo_offline.batch import Counts
 
 PROGRAM = "octavo-offline"
@@ -71,11 +71,11 @@ def _run_text(run: RunConfig, sampling: SamplingConfig, engine_config: EngineCon
             converse(conversation, interactive=sys.stdin.isatty() and sys.stdout.isatty())
 
 
-def _load(stack: ExitStack, config: EngineConfig) -> "LLMEngine":
+def _load(stack: ExitStack, config: EngineConfig) -> "Engine":
     with show_loading(config.model) as on_loaded:
-        from enginecore import LLMEngine
+        from enginecore import make_engine
 
-        engine = LLMEngine(config, on_loaded=on_loaded)
+        engine = make_engine(config, on_loaded=on_loaded)
     stack.callback(engine.shutdown)
     return engine
 

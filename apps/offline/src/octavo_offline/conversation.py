@@ -11,7 +11,7 @@ from octavo_offline.config import SamplingConfig
 from octavo_offline.streaming import Answer, AnswerPrinter, interrupts, limit_answer, stream, writing
 
 if TYPE_CHECKING:
-    from enginecore import LLMEngine, Prompt
+    from enginecore import Engine, Prompt
 
 HELP = """\
 /reset         forget what was said
@@ -43,7 +43,7 @@ class Conversation:
     """
 
     def __init__(
-        self, engine: "LLMEngine", sampling: SamplingConfig, system: str | None, out: TextIO, notes: TextIO
+        self, engine: "Engine", sampling: SamplingConfig, system: str | None, out: TextIO, notes: TextIO
     ) -> None:
         self._engine = engine
         self._sampling = sampling

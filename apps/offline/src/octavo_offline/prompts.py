@@ -12,7 +12,7 @@ from octavo_offline.progress import NoProgress, show_progress
 from octavo_offline.streaming import Answer, AnswerPrinter, Limited, limit_answer, stream
 
 if TYPE_CHECKING:
-    from enginecore import LLMEngine, Prompt
+    from enginecore import Engine, Prompt
 
 STANDARD_INPUT = "-"
 
@@ -27,7 +27,7 @@ def read_prompts(prompts: Sequence[str]) -> list[str]:
 
 
 def run_prompts(
-    engine: "LLMEngine",
+    engine: "Engine",
     prompts: Sequence[str],
     run: RunConfig,
     sampling: SamplingConfig,
@@ -57,7 +57,7 @@ def run_prompts(
                 printer.push(int(output.request_id) * sampling.n + sample.index, sample)
 
 
-def _prepare(engine: "LLMEngine", run: RunConfig, text: str) -> "Prompt":
+def _prepare(engine: "Engine", run: RunConfig, text: str) -> "Prompt":
     if not run.chat:
         return engine.frontend.prepare_prompt(text)
     system = [] if run.system is None else [{"role": "system", "content": run.system}]

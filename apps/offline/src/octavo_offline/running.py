@@ -9,7 +9,7 @@ from enginecore.errors import RequestError
 from octavo_offline.progress import Watcher
 
 if TYPE_CHECKING:
-    from enginecore import LLMEngine, Prompt
+    from enginecore import Engine, Prompt
 
 _QUEUED = 2
 """Requests in the engine for each that may run: enough that it never waits for one to be read."""
@@ -42,7 +42,7 @@ class _Running(NamedTuple):
     """By request id, of the prompts that have finished."""
 
 
-def run_jobs(engine: "LLMEngine", jobs: Iterable[Job], watcher: Watcher) -> Iterator[Result]:
+def run_jobs(engine: "Engine", jobs: Iterable[Job], watcher: Watcher) -> Iterator[Result]:
     """Yield a result for each job as it ends."""
     run = _Run(engine)
     source = iter(jobs)
@@ -61,11 +61,11 @@ def run_jobs(engine: "LLMEngine", jobs: Iterable[Job], watcher: Watcher) -> Iter
 
 
 class _Run:
-    def __init__(self, engine: "LLMEngine") -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._numbers = itertools.count()
         self._running: dict[str, _Running] = {}
-        self._most = _QUEUED * engine.config.max_num_seqs
+        self._most = _QUEUED * engine.config.max_num_seqs * engine.config.data_parallel_size
 
     @property
     def unfinished(self) -> int:

@@ -13,7 +13,7 @@ from octavo_offline.answer_file import OutputError
 from octavo_offline.config import DEFAULT_CHAT_TOKENS, DEFAULT_MAX_TOKENS, SamplingConfig
 
 if TYPE_CHECKING:
-    from enginecore import LLMEngine, Prompt, SamplingParams
+    from enginecore import Engine, Prompt, SamplingParams
 
 
 class Limited(NamedTuple):
@@ -23,7 +23,7 @@ class Limited(NamedTuple):
     ending: str
 
 
-def limit_answer(engine: "LLMEngine", sampling: SamplingConfig, prompt: "Prompt", *, chat: bool) -> Limited:
+def limit_answer(engine: "Engine", sampling: SamplingConfig, prompt: "Prompt", *, chat: bool) -> Limited:
     """Return the sampling parameters for `prompt`, no longer than the model has room for."""
     defaults = engine.frontend.sampling_defaults
     own = DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS
@@ -39,7 +39,7 @@ def limit_answer(engine: "LLMEngine", sampling: SamplingConfig, prompt: "Prompt"
     )
 
 
-def stream(engine: "LLMEngine", requests: Iterable[Request]) -> Generator[RequestOutput]:
+def stream(engine: "Engine", requests: Iterable[Request]) -> Generator[RequestOutput]:
     """Run requests, all or none, and yield what is new of each after each step.
 
     Leaving early aborts what has not finished.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from enginecore.config import EngineConfig
     from enginecore.core.piped_ranks import PipedRanks
     from enginecore.core.supervisor import RankSupervisor
-    from enginecore.engine import LLMEngine
+    from enginecore.engine import Engine, LLMEngine, make_engine
     from enginecore.frontend.frontend import Frontend
     from enginecore.frontend.request import Prompt, Request
     from enginecore.frontend.stream import RequestStream
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncEngine": "async_engine",
     "CompletionOutput": "outputs",
+    "Engine": "engine",
     "EngineConfig": "config",
     "Frontend": "frontend.frontend",
     "LLM": "llm",
@@ -44,12 +45,14 @@ _HOMES = {
     "RequestOutputKind": "sampling_params",
     "RequestStream": "frontend.stream",
     "SamplingParams": "sampling_params",
+    "make_engine": "engine",
 }
 
 __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "Engine",
     "EngineConfig",
     "Frontend",
     "LLMEngine",
@@ -65,6 +68,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestStream",
     "SamplingParams",
+    "make_engine",
 ]
 
 

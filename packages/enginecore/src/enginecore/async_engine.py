@@ -146,8 +146,10 @@ class AsyncEngine:
             raise EngineDeadError(_SHUT_DOWN)
         return self._starting.result()
 
-    def submit(self, requests: Sequence[Request]) -> RequestStream:
+    def submit(self, requests: Sequence[Request], *, shorten: bool = False) -> RequestStream:
         """Submit all requests, or none, and return the stream of their outputs.
+
+        With `shorten`, a `max_tokens` that there is no room for is lowered to the room.
 
         Raises:
             RequestError: one of them cannot be run as asked.
@@ -157,7 +159,7 @@ class AsyncEngine:
         added = []
         try:
             for request in requests:
-                added.append(frontend.add(request))
+                added.append(frontend.add(request, shorten=shorten))
         except BaseException:
             for taken in added:
                 frontend.abort(taken.state.request.request_id)

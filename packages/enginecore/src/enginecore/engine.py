@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Protocol
 
 import numpy as np
 
 from enginecore.config import EngineConfig
 from enginecore.core.engine_core import start_core
+from enginecore.errors import ConfigError
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
@@ -20,6 +22,71 @@ from enginecore.metrics import Metric, Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
+
+
+class Engine(Protocol):
+    """An engine that is stepped by hand: `LLMEngine`, or several that share the requests."""
+
+    config: EngineConfig
+    frontend: Frontend
+    limits: EngineLimits
+
+    def add_request(
+        self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: int = 0
+    ) -> None:
+        """Queue a request."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose prompt has been prepared."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Return what has changed for requests."""
+        ...
+
+    def abort_request(self, request_id: str) -> None:
+        """Forget a request."""
+        ...
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to run or to return."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the state after the last step."""
+        ...
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counters, gauges and histograms as they are now."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no request uses."""
+        ...
+
+    def expert_loads(self) -> np.ndarray | None:
+        """Return how many tokens went to each expert."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give the model's memory back."""
+        ...
+
+
+def make_engine(config: EngineConfig, *, on_loaded: Callable[[int, int], object] | None = None) -> Engine:
+    """Return an engine in this process, or with data parallel one whose ranks are processes.
+
+    `on_loaded` is told, while weights are read in this process, how many tensors there are and of how many.
+
+    Raises:
+        OctavoError: the model cannot be loaded or the options contradict each other.
+    """
+    if config.data_parallel_size == 1:
+        return LLMEngine(config, on_loaded=on_loaded)
+    from enginecore.parallel_engine import ParallelEngine
+
+    return ParallelEngine(config)
 
 
 class LLMEngine:
@@ -36,22 +103,24 @@ class LLMEngine:
         self, config: EngineConfig, *, on_loaded: Callable[[int, int], object] | None = None
     ) -> None:
         """`on_loaded` is told, while weights are read, how many tensors there are and of how many."""
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.data_parallel_size}: LLMEngine is one engine in this process; "
+                "LLM, AsyncEngine and the commands run several"
+            )
         files = locate(config.model, config.revision, config.hf_overrides)
         self._made_here = MadeHere()
         self.config = config
         self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
         self._core = start_core(config, files, on_loaded=on_loaded)
-        self.frontend.limits = self._core.limits
+        self.limits: EngineLimits = self._core.limits
+        """Limits of the loaded model and its cache."""
+        self.frontend.limits = self.limits
         self._metrics = Metrics(config.model, stats=lambda: {0: self._core.stats()})
         self._metrics.loaded(config, self._core.limits)
         self._metrics.rank_up(0)
         self._unreturned: list[RequestOutput] = []
         """Outputs of a step that Ctrl-C kept from returning them."""
-
-    @property
-    def limits(self) -> EngineLimits:
-        """Limits of the loaded model and its cache."""
-        return self._core.limits
 
     def add_request(
         self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: int = 0

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from enginecore.config import EngineOptions, make_config
-from enginecore.engine import LLMEngine, interrupts_wait
+from enginecore.engine import Engine, interrupts_wait, make_engine
 from enginecore.errors import RequestError
 from enginecore.forks import MadeHere
 from enginecore.frontend.request import Prompt, Request
@@ -38,7 +38,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: Unpack[EngineOptions]) -> None:
-        self.llm_engine = LLMEngine(make_config({"model": model, **options}))
+        self.llm_engine = make_engine(make_config({"model": model, **options}))
         self._made_here = MadeHere()
         self._calls = _ConcurrentCalls(self.llm_engine)
 
@@ -184,7 +184,7 @@ class _ConcurrentCalls:
     step's end, and the next step waits for everybody who does.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Condition()
         self._stepping = False
