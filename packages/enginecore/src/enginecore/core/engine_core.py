@@ -2,15 +2,18 @@
 
 import itertools
 import logging
+import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from batchsched import (
+    AdmittedRow,
     Committed,
     Limits,
     NeverFits,
@@ -115,6 +118,10 @@ class EngineCore:
         self._sampled: list[tuple[StepPlan, np.ndarray]] = []
         """What was sampled since the last step was submitted, where the first stage does not know it."""
         self._unfinished: dict[int, AddRequest] = {}
+        self._alone: deque[int] = deque()
+        """Handles of requests that run alone until they have got a token; the first one does now."""
+        self._alone_is_next = True
+        """Whether the next step is to run the first of those; every other step runs the rest."""
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
         self._refused: dict[int, dict[int, str]] = {}
         self._counters = _Counters()
@@ -149,7 +156,9 @@ class EngineCore:
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
                     extra=salt,
+                    arrival=time.monotonic() - message.age,
                     use_cache=_may_read_cache(sampling.params),
+                    held=message.alone,
                 )
             )
         except RequestRefused as error:
@@ -161,6 +170,8 @@ class EngineCore:
             self.fail(error)
         else:
             self._unfinished[handle] = message
+            if message.alone:
+                self._alone.append(handle)
 
     def _prefix_salt(self, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
         """Return what a request's prefix-cache keys depend on besides its tokens."""
@@ -203,6 +214,8 @@ class EngineCore:
         plan = self._in_flight.popleft()
         result = self._executor.collect()
         committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
+        if self._alone and self._alone[0] in committed.handles:
+            self._scheduler.release(self._alone.popleft())
         results = self._results(plan, result, self._without_broken(committed, result.tokens))
         if self._scheduler.limits.stages > 1:
             self._sampled.append((plan, result.tokens))
@@ -251,11 +264,28 @@ class EngineCore:
 
     def _start_steps(self) -> None:
         while len(self._in_flight) < self._executor.depth:
-            plan = self._scheduler.plan()
+            plan = self._plan()
             if not len(plan.rows):
                 break
             self._executor.submit(self._step_input(plan))
             self._in_flight.append(plan)
+
+    def _plan(self) -> StepPlan:
+        """Plan a step; while requests are to run alone every other one is theirs, with none beside it."""
+        while self._alone and self._alone[0] not in self._unfinished:
+            self._alone.popleft()
+        if not self._alone:
+            return self._scheduler.plan()
+        if self._in_flight:
+            return StepPlan.empty()
+        alone, rest = self._alone[0], None
+        order = (alone, rest) if self._alone_is_next else (rest, alone)
+        for only in order:
+            plan = self._scheduler.plan(only)
+            if len(plan.rows):
+                self._alone_is_next = only is rest
+                return plan
+        return StepPlan.empty()
 
     def require_alive(self) -> None:
         """Raise EngineDeadError if the engine has ended."""
@@ -307,7 +337,7 @@ class EngineCore:
     def _step_input(self, plan: StepPlan) -> StepInput:
         for admitted in plan.admitted:
             self._handle_of_row[admitted.row] = admitted.handle
-            if not admitted.resumed:
+            if self._runs_first(admitted):
                 self._counters.prompt_tokens += admitted.num_prompt
         return StepInput(
             plan,
@@ -316,6 +346,11 @@ class EngineCore:
             self._memory.drain_copies(),
             self._drain_sampled(),
         )
+
+    def _runs_first(self, admitted: AdmittedRow) -> bool:
+        """Whether a request has run neither here nor, as far as its front-end knows, elsewhere."""
+        message = self._unfinished.get(admitted.handle)
+        return not admitted.resumed and (message is None or not message.counted)
 
     def _drain_sampled(self) -> SampledTokens | None:
         sampled, self._sampled = self._sampled, []
@@ -332,7 +367,7 @@ class EngineCore:
         scheduled = {
             admitted.handle: (admitted.num_cached, admitted.waited)
             for admitted in plan.admitted
-            if not admitted.resumed
+            if self._runs_first(admitted)
         }
         logprobs: _Logprobs = []
         if result.logprobs:
@@ -342,8 +377,12 @@ class EngineCore:
         prompt_logprobs: _Logprobs = []
         for row, entry in result.prompt_logprobs.items():
             handle = int(self._handle_of_row[row])
-            if handle in self._unfinished:
-                self._unfinished[handle].sampling.prompt_logprobs_done += len(entry.ranks)
+            message = self._unfinished.get(handle)
+            if message is not None:
+                # Not in place: a front-end in this process keeps the message.
+                done = message.sampling.prompt_logprobs_done + len(entry.ranks)
+                sampling = msgspec.structs.replace(message.sampling, prompt_logprobs_done=done)
+                self._unfinished[handle] = msgspec.structs.replace(message, sampling=sampling)
                 prompt_logprobs.append((handle, entry))
         for handle in committed.handles[committed.finished > 0].tolist():
             del self._unfinished[handle]
