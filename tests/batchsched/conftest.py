@@ -300,8 +300,8 @@ class Engine:
             and self.requests[state.handle].max_drafts
         ]
 
-    def plan(self):
-        plan = self.scheduler.plan()
+    def plan(self, only=None):
+        plan = self.scheduler.plan(only)
         assert not self.rows_in_flight() & {admitted.row for admitted in plan.admitted}
         if plan.rows.size:
             self.results.append(self.runner.run(plan))

@@ -20,9 +20,9 @@ def request(priority=0, prompt=1, max_tokens=1):
     return Request(1, np.zeros(prompt, np.int32), max_tokens, priority=priority)
 
 
-def test_fcfs_ranks_by_arrival_index_whatever_the_arrival_time():
-    assert Fcfs().rank(request(-5), arrival_index=3, arrival=100.0) < Fcfs().rank(
-        request(), arrival_index=4, arrival=50.0
+def test_fcfs_ranks_by_arrival_time_whenever_it_was_added():
+    assert Fcfs().rank(request(), arrival_index=4, arrival=50.0) < Fcfs().rank(
+        request(-5), arrival_index=3, arrival=100.0
     )
 
 

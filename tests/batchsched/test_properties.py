@@ -136,6 +136,21 @@ def machine(engine, undisturbed, policy):
                 self.engine.draft(handle, min(right, most), min(wrong, max(most - right, 0)))
             self.plan_and_check()
 
+        @precondition(lambda self: self.num_requests and len(self.engine.plans) <= 2)
+        @rule(data=st.data())
+        def plan_alone(self, data):
+            self.plan_only(data.draw(st.integers(0, self.num_requests - 1)))
+
+        def plan_only(self, handle):
+            """Others keep what they have, but for those ranked after it, where it needs their room."""
+            in_rows = {state.handle for state in self.engine.runner.rows.values()}
+            plan = self.plan_and_check(only=handle)
+            ran = {self.engine.runner.rows[row].handle for row in plan.rows.tolist()}
+            assert ran <= {handle}
+            assert ran <= set(filter(self.is_live, ran))
+            assert {each.handle for each in plan.admitted} <= ran - in_rows
+            return plan.rows.size > 0
+
         @precondition(lambda self: self.engine.plans)
         @rule()
         def commit(self):
@@ -145,9 +160,9 @@ def machine(engine, undisturbed, policy):
         def is_live(self, handle):
             return handle in self.engine.requests and handle not in self.engine.finished
 
-        def plan_and_check(self):
+        def plan_and_check(self, only=None):
             in_flight = list(self.engine.plans)
-            plan = self.engine.plan()
+            plan = self.engine.plan(only)
             limits = self.engine.limits
             assert plan.num_tokens <= limits.max_num_batched_tokens
             assert (plan.counts <= limits.chunk).all()
@@ -156,9 +171,12 @@ def machine(engine, undisturbed, policy):
             if limits.stages > 1:
                 sampling = {row for each in in_flight for row in each.rows[each.samples].tolist()}
                 assert not sampling & set(plan.rows.tolist())
-            if self.places:
-                self.check_order(plan)
-            return plan.rows.size > 0
+            if only is None:
+                ran = {self.engine.runner.rows[row].handle for row in plan.rows.tolist()}
+                assert not ran & self.held
+                if self.places:
+                    self.check_order(plan)
+            return plan
 
         def check_order(self, plan):
             handles = [self.engine.runner.rows[row].handle for row in plan.rows.tolist()]
@@ -184,11 +202,23 @@ def machine(engine, undisturbed, policy):
             assert load.held <= len(self.held)
 
         def teardown(self):
+            steps = 0
+            for handle in sorted(filter(self.is_live, self.held)):
+                # As an engine does: alone in every other step, with none beside it, for its next token.
+                known = len(self.engine.generated[handle])
+                while self.is_live(handle) and len(self.engine.generated[handle]) == known:
+                    while self.engine.plans:
+                        self.engine.commit()
+                    if not (steps % 2 and self.plan_only(handle)):
+                        self.plan_and_check()
+                    steps += 1
+                    assert steps < 3_000, "a request that runs alone starves"
+                self.set_held(handle, False)
             for handle in sorted(self.held):
                 self.set_held(handle, False)
             steps = 0
             while self.engine.scheduler.has_unfinished or self.engine.plans:
-                if not (len(self.engine.plans) <= 1 and self.plan_and_check()):
+                if not (len(self.engine.plans) <= 1 and self.plan_and_check().rows.size):
                     self.engine.commit()
                 steps += 1
                 assert steps < 3_000, "a request starves"

@@ -75,8 +75,10 @@ class InFlightSteps:
         self.last_committed = step.step
         return SampledStep(self._steps.popleft(), tokens, counts)
 
-    def pick_microbatch(self, rows: RunningRows, counts: NDArray[np.int32], stages: int) -> NDArray[np.bool_]:
-        """Pick the rows of the next pipeline microbatch from the running queue, bool [n].
+    def pick_microbatch(
+        self, rows: RunningRows, queue: NDArray[np.intp], counts: NDArray[np.int32], stages: int
+    ) -> NDArray[np.bool_]:
+        """Pick the rows of the next pipeline microbatch from `queue`, the running rows not on hold; bool [n].
 
         Each row has `counts` tokens left to run. One whose newest token is in flight is left out, since the
         first stage could not read it. Decoding rows are spread in queue order: each of `stages` steps takes
@@ -84,10 +86,11 @@ class InFlightSteps:
         depend on no sampled token, and may run in every step.
         """
         decoding = counts <= 1
-        ready = decoding & (rows.expected[rows.queue] == rows.num_tokens[rows.queue])
+        ready = decoding & (rows.expected[queue] == rows.num_tokens[queue])
         share, remainder = divmod(int(np.count_nonzero(decoding)), stages)
         if remainder:
-            sizes = (np.count_nonzero(rows.is_running[step.sampling]) for step in self._steps)
+            spread = rows.is_running & ~rows.is_held
+            sizes = (np.count_nonzero(spread[step.sampling]) for step in self._steps)
             share += sum(size > share for size in sizes) < remainder
         return ~decoding | (ready & (np.cumsum(ready) <= share))
 

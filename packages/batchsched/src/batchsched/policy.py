@@ -57,7 +57,7 @@ class Fcfs:
     tolerance: float = 0.0
 
     def rank(self, request: Request, arrival_index: int, arrival: float) -> float:
-        return arrival_index
+        return arrival
 
     def victim(self, candidates: Candidates) -> int:
         ranks = candidates.ranks
@@ -96,7 +96,8 @@ class TimeSlice(Fcfs):
 
     The first waiting request preempts rows that have gone behind it, and no others: a row runs for a quantum
     unless memory runs short. Tokens of the prompt, and those computed again after a preemption, are not
-    counted, so every quantum brings a request further.
+    counted, so every quantum brings a request further. Requests queue up in the order in which they are
+    added, whenever they arrived.
     """
 
     margin: float | None = 0.0
@@ -105,6 +106,9 @@ class TimeSlice(Fcfs):
         if quantum < 1:
             raise ValueError(f"quantum is {quantum}: it is at least 1 token")
         self.quantum = quantum
+
+    def rank(self, request: Request, arrival_index: int, arrival: float) -> float:
+        return arrival_index
 
 
 class ShortestFirst(Fcfs):

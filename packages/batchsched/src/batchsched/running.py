@@ -63,6 +63,7 @@ class RunningRows:
     last_step: the last step the row is part of.
     is_live: whether the request has not ended, so that results are still wanted.
     is_running: whether the row is in the running queue.
+    is_held: whether the row is on hold, so that only steps of its own run it.
 
     A row is free, then running, then draining until its last step is committed, then free again.
     """
@@ -86,6 +87,8 @@ class RunningRows:
         self.arrival_index = np.zeros(size, np.int64)
         self.is_live = np.zeros(size, np.bool_)
         self.is_running = np.zeros(size, np.bool_)
+        self.is_held = np.zeros(size, np.bool_)
+        self.num_held = 0
         self._stop_ids = StopIds(size)
         self._num_speculating = 0
         # Rows in the policy's order; replaced, never written to, so a step may keep it.
@@ -136,6 +139,8 @@ class RunningRows:
         self.min_stop[row] = request.prompt.size + request.min_tokens
         self.handle[row] = request.handle
         self.is_live[row] = True
+        self.is_held[row] = entry.held
+        self.num_held += entry.held
         self.rank[row] = entry.rank
         self.arrival_index[row] = entry.arrival_index
         self._stop_ids.set(row, request.stop_ids)
@@ -151,6 +156,16 @@ class RunningRows:
         self.arrival_index[row] = arrival_index
         self.slice_start[row] = self.expected[row]
         self._set_queue(self.queue)
+
+    @property
+    def ready(self) -> NDArray[np.intp]:
+        """Rows of the running queue that are not on hold."""
+        return self.queue[~self.is_held[self.queue]] if self.num_held else self.queue
+
+    def release(self, row: int) -> None:
+        """Let a row on hold run with the others."""
+        self.num_held -= int(self.is_held[row])
+        self.is_held[row] = False
 
     def ranked_after(self, rank: float) -> NDArray[np.intp]:
         """Return the rows of the running queue whose rank is higher."""
@@ -297,6 +312,7 @@ class RunningRows:
 
     def free(self, row: int) -> None:
         """Return a drained row to the free ones."""
+        self.release(row)
         self._num_speculating -= bool(self.max_drafts[row])
         self.is_live[row] = False
         heappush(self._free, row)

@@ -125,7 +125,7 @@ class Scheduler:
         return True
 
     def hold(self, handle: int) -> bool:
-        """Skip a request, without blocking those after it, until `release`.
+        """Skip a request, without blocking those after it, until `release` or a `plan` of it alone.
 
         One that runs is preempted, unless its last token is in flight. False if no such request is waiting or
         running.
@@ -146,6 +146,8 @@ class Scheduler:
             entry.held = held
             if held:
                 self._drain(np.array([entry.row]))
+            else:
+                self._rows.release(entry.row)
         return True
 
     def pause(self) -> None:
@@ -197,20 +199,64 @@ class Scheduler:
         """
         self._rows.set_drafts(rows, tokens, counts)
 
-    def plan(self) -> StepPlan:
+    def plan(self, only: int | None = None) -> StepPlan:
         """Plan the next step: rows of the running queue, in the policy's order, then waiting requests.
+
+        With `only`, a handle, the step runs that request alone, on hold or not, and others keep their rows
+        and blocks. It is admitted before all that wait; rows ranked after it are preempted where it has no
+        room. One on hold stays so: other steps skip its row, which may be preempted like any.
 
         A plan without rows means that nothing can run now. Raises RuntimeError if that could never change,
         because something else holds the memory.
         """
         if self._paused:
             return StepPlan.empty()
+        if only is not None:
+            return self._plan_only(only)
         if self._waiting.has_ready and not self._rows.preempting:
             self._preempt_for_waiting()
         budget = self.limits.max_num_batched_tokens
-        batch, short = self._grow(self._running_batch().within(budget))
+        batch, short = self._grow(self._running_batch(self._rows.ready).within(budget))
         admitted, prefills = self._admit(0 if short else budget - batch.num_tokens)
-        return self._schedule(batch.joined(prefills), admitted)
+        batch = batch.joined(prefills)
+        if batch.rows.size == 0:
+            # Rows on hold go on in steps of their own.
+            self._require_progress(0 if self._rows.num_held else len(self._live) - self._waiting.num_held)
+            return StepPlan.empty()
+        return self._schedule(batch, admitted)
+
+    def _plan_only(self, handle: int) -> StepPlan:
+        """Plan a step of one request; see `plan`."""
+        entry = self._live.get(handle)
+        if entry is None:
+            return StepPlan.empty()
+        if not entry.waiting:
+            row = np.array([entry.row])
+            batch, _ = self._grow(self._running_batch(row[self._rows.is_running[row]]))
+            return self._schedule(batch, []) if batch.rows.size else self._nothing_but(entry)
+        if not self._rows.preempting:
+            self._preempt_for(entry, self._rows.ranked_after(entry.rank))
+        has_room = self._rows.has_free and self._has_room(entry, self._rows.queue, 0)
+        if self._rows.preempting or not has_room:
+            return self._nothing_but(entry)
+        self._waiting.remove(entry)
+        row = self._allocate(entry)
+        count = min(entry.tokens.size - row.num_cached, self.limits.chunk)
+        return self._schedule(self._begin([row], [count]), [row])
+
+    def _nothing_but(self, entry: Entry) -> StepPlan:
+        """Return an empty plan where a request cannot run alone before other rows make room for it."""
+        others = self._rows.queue.size - (not entry.waiting and bool(self._rows.is_running[entry.row]))
+        self._require_progress(0 if others else 1)
+        return StepPlan.empty()
+
+    def _has_room(self, entry: Entry, running: NDArray[np.intp], blocks: int) -> bool:
+        """Whether a waiting request fits beside the rows `running` once `blocks` more are free."""
+        if running.size + 1 > self.limits.max_num_seqs:
+            return False
+        reserve = self.memory.needed(running, self._rows.expected[running])
+        reserve += int(self.limits.watermark * running.size)
+        return self.memory.fits(entry.prefix, entry.tokens.size, reserve - blocks)
 
     def _preempt_for_waiting(self) -> None:
         """Preempt rows for the first waiting request, if its rank allows it and that lets it in."""
@@ -219,17 +265,16 @@ class Scheduler:
         if self.policy.margin is None:
             return
         first = self._waiting.first()
-        candidates = self._rows.ranked_after(first.rank + self.policy.margin)
+        self._preempt_for(first, self._rows.ranked_after(first.rank + self.policy.margin))
+
+    def _preempt_for(self, entry: Entry, candidates: NDArray[np.intp]) -> None:
+        """Preempt as many of the candidates as let a waiting request in; none if all would not be enough."""
         if candidates.size == 0:
             return
 
         def has_room(victims: NDArray[np.intp], blocks: int) -> bool:
             staying = self._rows.queue[~np.isin(self._rows.queue, victims)]
-            if staying.size + 1 > self.limits.max_num_seqs:
-                return False
-            reserve = self.memory.needed(staying, self._rows.expected[staying])
-            reserve += int(self.limits.watermark * staying.size)
-            return self.memory.fits(first.prefix, first.tokens.size, reserve - blocks)
+            return self._has_room(entry, staying, blocks)
 
         self._drain(victims_for_waiting(candidates, self._rows, self.memory, self.policy, has_room))
 
@@ -245,13 +290,12 @@ class Scheduler:
             entry.rank = self.policy.rank(entry.request, entry.arrival_index, self._clock())
             self._rows.rerank(row, entry.rank, entry.arrival_index)
 
-    def _running_batch(self) -> StepBatch:
+    def _running_batch(self, rows: NDArray[np.intp]) -> StepBatch:
         """All tokens that running rows have yet to run, in chunks; with stages, of the next microbatch."""
-        rows = self._rows.queue
         starts = self._rows.planned[rows]
         counts = self._rows.expected[rows] - starts
         if self.limits.stages > 1:
-            picked = self._in_flight.pick_microbatch(self._rows, counts, self.limits.stages)
+            picked = self._in_flight.pick_microbatch(self._rows, rows, counts, self.limits.stages)
             rows, starts, counts = rows[picked], starts[picked], counts[picked]
         if not self._rows.speculating:
             return StepBatch(rows, starts, np.minimum(counts, self.limits.chunk))
@@ -296,6 +340,10 @@ class Scheduler:
             budget -= count
             admitted.append(row)
             counts.append(count)
+        return admitted, self._begin(admitted, counts)
+
+    def _begin(self, admitted: list[AdmittedRow], counts: list[int]) -> StepBatch:
+        """Give admitted rows the blocks of their first step, in which they run `counts` tokens."""
         batch = StepBatch(
             np.array([row.row for row in admitted], np.intp),
             np.array([row.num_cached for row in admitted], np.int32),
@@ -304,7 +352,7 @@ class Scheduler:
         if admitted:
             self.memory.grow(batch.rows, batch.ends)
             self._rows.enqueue(batch.rows)
-        return admitted, batch
+        return batch
 
     def _allocate(self, entry: Entry) -> AdmittedRow:
         """Allocate a row for an entry that has left the waiting queue."""
@@ -324,9 +372,6 @@ class Scheduler:
 
     def _schedule(self, batch: StepBatch, admitted: list[AdmittedRow]) -> StepPlan:
         """Put the batch in flight as the next step, and return its plan."""
-        if batch.rows.size == 0:
-            self._require_progress()
-            return StepPlan.empty()
         num_drafts = drafts = None
         if self._rows.speculating:
             num_drafts, drafts = self._rows.take_drafts(batch)
@@ -346,9 +391,8 @@ class Scheduler:
             np.empty(0, np.int32) if drafts is None else drafts,
         )
 
-    def _require_progress(self) -> None:
-        """Raise if nothing can run now, no step is in flight to change that, and requests are waiting."""
-        stuck = len(self._live) - self._waiting.num_held
+    def _require_progress(self, stuck: int) -> None:
+        """Raise if as many requests cannot run now, and no step in flight could change that."""
         if stuck and not self._in_flight:
             free, blocks = self.memory.num_free, self.memory.num_blocks
             raise RuntimeError(

@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from batchsched import (
+    AdmittedRow,
     Committed,
     Limits,
     NeverFits,
@@ -160,6 +162,10 @@ class EngineCore:
         self._sampled: list[tuple[StepPlan, np.ndarray]] = []
         """What was sampled since the last step was submitted, where the first stage does not know it."""
         self._unfinished: dict[int, AddRequest] = {}
+        self._alone: deque[int] = deque()
+        """Handles of requests that run alone until they have got a token; the first one does now."""
+        self._alone_is_next = True
+        """Whether the next step is to run the first of those; every other step runs the rest."""
         self._handle_of_row = np.zeros(config.max_num_seqs, np.int64)
         self._refused: dict[int, dict[int, str]] = {}
         self._counters = _Counters()
@@ -200,7 +206,9 @@ class EngineCore:
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
                     extra=salt,
+                    arrival=time.monotonic() - message.age,
                     use_cache=_may_read_cache(sampling.params),
+                    held=message.alone,
                 )
             )
         except RequestRefused as error:
@@ -212,6 +220,8 @@ class EngineCore:
             self.fail(error)
         else:
             self._unfinished[handle] = message
+            if message.alone:
+                self._alone.append(handle)
 
     def _prefix_salt(self, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
         """Return what a request's prefix-cache keys depend on besides its tokens."""
@@ -272,6 +282,8 @@ class EngineCore:
         if not len(plan.rows):
             return self._deliver(None)
         committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
+        if self._alone and self._alone[0] in committed.handles:
+            self._scheduler.release(self._alone.popleft())
         results = self._results(plan, result, self._without_broken(committed, result.tokens))
         if self._scheduler.limits.stages > 1:
             self._sampled.append((plan, result.tokens))
@@ -330,7 +342,7 @@ class EngineCore:
     def _start_steps(self) -> None:
         lockstep = self.lockstep
         while len(self._in_flight) < self._executor.depth and (lockstep is None or lockstep.may_start):
-            plan = self._scheduler.plan()
+            plan = self._plan()
             if lockstep is None:
                 if not len(plan.rows):
                     break
@@ -340,13 +352,31 @@ class EngineCore:
             step = _StepUnderWay(plan, self._handle_of_row[plan.rows], time.monotonic())
             self._in_flight.append(step)
             if self._board is not None:
-                self._board.begin_step([other.handles for other in self._in_flight], alone=False)
+                alone = bool(self._alone) and step.handles.tolist() == [self._alone[0]]
+                self._board.begin_step([other.handles for other in self._in_flight], alone)
             self._executor.submit(step_input)
 
     def _lockstep_input(self, plan: StepPlan, lockstep: Lockstep) -> StepInput:
         empty = not len(plan.rows)
         asks = lockstep.start(empty=empty, unfinished=self.has_unfinished)
         return empty_step(asks) if empty else self._step_input(plan)._replace(unfinished=asks)
+
+    def _plan(self) -> StepPlan:
+        """Plan a step; while requests are to run alone every other one is theirs, with none beside it."""
+        while self._alone and self._alone[0] not in self._unfinished:
+            self._alone.popleft()
+        if not self._alone:
+            return self._scheduler.plan()
+        if self._in_flight:
+            return StepPlan.empty()
+        alone, rest = self._alone[0], None
+        order = (alone, rest) if self._alone_is_next else (rest, alone)
+        for only in order:
+            plan = self._scheduler.plan(only)
+            if len(plan.rows):
+                self._alone_is_next = only is rest
+                return plan
+        return StepPlan.empty()
 
     def require_alive(self) -> None:
         """Raise EngineDeadError if the engine has ended."""
@@ -421,7 +451,7 @@ class EngineCore:
     def _step_input(self, plan: StepPlan) -> StepInput:
         for admitted in plan.admitted:
             self._handle_of_row[admitted.row] = admitted.handle
-            if not admitted.resumed:
+            if self._runs_first(admitted):
                 self._counters.prompt_tokens += admitted.num_prompt
         return StepInput(
             plan,
@@ -430,6 +460,11 @@ class EngineCore:
             self._memory.drain_copies(),
             self._drain_sampled(),
         )
+
+    def _runs_first(self, admitted: AdmittedRow) -> bool:
+        """Whether a request has run neither here nor, as far as its front-end knows, elsewhere."""
+        message = self._unfinished.get(admitted.handle)
+        return not admitted.resumed and (message is None or not message.counted)
 
     def _drain_sampled(self) -> SampledTokens | None:
         sampled, self._sampled = self._sampled, []
@@ -447,7 +482,7 @@ class EngineCore:
         scheduled = {
             admitted.handle: (admitted.num_cached, admitted.waited)
             for admitted in plan.admitted
-            if not admitted.resumed
+            if self._runs_first(admitted)
         }
         logprobs: _Logprobs = []
         if result.logprobs:
@@ -457,8 +492,12 @@ class EngineCore:
         prompt_logprobs: _Logprobs = []
         for row, entry in result.prompt_logprobs.items():
             handle = int(self._handle_of_row[row])
-            if handle in self._unfinished:
-                self._unfinished[handle].sampling.prompt_logprobs_done += len(entry.ranks)
+            message = self._unfinished.get(handle)
+            if message is not None:
+                # Not in place: a front-end in this process keeps the message.
+                done = message.sampling.prompt_logprobs_done + len(entry.ranks)
+                sampling = msgspec.structs.replace(message.sampling, prompt_logprobs_done=done)
+                self._unfinished[handle] = msgspec.structs.replace(message, sampling=sampling)
                 prompt_logprobs.append((handle, entry))
         for handle in committed.handles[committed.finished > 0].tolist():
             del self._unfinished[handle]
