@@ -102,6 +102,7 @@ def test_of_two_blocks_with_one_content_the_first_keeps_the_key():
     pool.publish(second, [A])
     assert pool.lookup(A) == 0
     assert pool.key_of(1) is None
+    assert pool.keys() == [A]
     pool.release([1])
     pool.release([0])
     assert pool.allocate(1).tolist() == [1]  # blank, though it was released first

@@ -1,11 +1,13 @@
-"""Data-parallel ranks and the router before them, driven by events: arrivals, and ends of steps."""
+"""Data-parallel ranks and the front-end before them, driven by events: arrivals, and ends of steps."""
 
 import heapq
 from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchsched import RequestRefused
+from enginecore.data_parallel.routing import RankLoads, choose
 from kvblocks import PrefixHasher
 from simulate.outcome import Outcome
 from simulate.rank import Rank, Setup
@@ -19,12 +21,20 @@ class Cluster:
 
     Steps that end when a request arrives have ended before it arrives. A rank that is idle starts at once.
 
-    affinity: whether the router weighs what ranks have cached, and not load alone.
+    affinity: whether the router weighs what ranks have cached, and not load alone; it knows that at once.
+    report_interval: seconds between the ranks' reports; 0: their loads are known at once.
     classes: priorities are 0 to `classes - 1`, dealt out in turn.
     """
 
     def __init__(
-        self, trace: Trace, setup: Setup, *, ranks: int = 1, affinity: bool = False, classes: int = 1
+        self,
+        trace: Trace,
+        setup: Setup,
+        *,
+        ranks: int = 1,
+        affinity: bool = False,
+        report_interval: float = 0.05,
+        classes: int = 1,
     ) -> None:
         self._trace = trace
         self._affinity = affinity
@@ -35,11 +45,15 @@ class Cluster:
         self._ends: list[tuple[float, int, Rank]] = []
         self._order = count()
         self._next_moment = 0.0
+        self._report_interval = report_interval
+        self._next_report = 0.0
+        self._loads = self._read_loads()
 
     def replay(self) -> Outcome:
         """Run until the last request has ended."""
         for index, arrival in enumerate(self._trace.arrivals.tolist()):
             self._run_steps(until=arrival)
+            self._report(arrival)
             self._now = arrival
             self._arrive(index)
         self._run_steps(until=np.inf)
@@ -48,26 +62,47 @@ class Cluster:
 
     def _arrive(self, index: int) -> None:
         tokens = self._trace.tokens(index)
-        rank = self._route(tokens)
+        chosen = choose(self._loads, index, self._cached_tokens(tokens) if self._affinity else None)
+        assert chosen is not None, "all ranks are up"
+        rank = self._ranks[chosen]
         try:
             rank.add(index, tokens, int(self._trace.outputs[index]), int(self._outcome.priorities[index]))
         except RequestRefused:
             self._outcome.refused += 1
             return
+        self._loads.sent[chosen] += 1
         if rank.idle:
             self._start(rank, until=self._now)
 
-    def _route(self, tokens: np.ndarray) -> Rank:
-        """The rank with the fewest tokens; with affinity, less those of the prompt that it has cached."""
-        if not self._affinity:
-            return min(self._ranks, key=lambda rank: rank.tokens)
+    def _cached_tokens(self, tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Leading tokens of the prompt that each rank has cached, int64 [ranks]."""
         # Keys are the same in every memory.
         keys = PrefixHasher(self._ranks[0].memory.block_size).extend(tokens)
-        return min(self._ranks, key=lambda rank: rank.tokens - rank.cached_tokens(keys))
+        return np.array([rank.cached_tokens(keys) for rank in self._ranks])
+
+    def _report(self, now: float) -> None:
+        """Take the loads as they have been since the last event, if reports were due before `now`."""
+        if now >= self._next_report:
+            self._loads = self._read_loads()
+            interval = self._report_interval
+            self._next_report = now + interval - now % interval if interval else now
+
+    def _read_loads(self) -> RankLoads:
+        loads = [rank.scheduler.load() for rank in self._ranks]
+        size = len(loads)
+        return RankLoads(
+            up=np.ones(size, np.bool_),
+            waiting=np.array([load.waiting for load in loads]),
+            running=np.array([load.running for load in loads]),
+            sent=np.zeros(size, np.int64),
+            free_blocks=np.array([rank.memory.num_free for rank in self._ranks]),
+            num_blocks=np.array([rank.memory.num_blocks for rank in self._ranks]),
+        )
 
     def _run_steps(self, until: float) -> None:
         """Run every step that ends by then."""
         while self._ends and self._ends[0][0] <= until:
+            self._report(self._ends[0][0])
             self._now, _, rank = heapq.heappop(self._ends)
             rank.finish(self._now)
             if self._now >= self._next_moment:

@@ -89,7 +89,8 @@ class EngineConfig:
     )
     data_parallel_routing: Literal["load", "prefix"] = option(
         "load",
-        "the rank of a request: the least loaded; or among those not busy the one that has most of its prefix cached",
+        "the rank of a request: the least loaded; or among those not busy the one that has most of its "
+        "prefix cached",
     )
     coordinator: str | None = option(
         None, "host:port of the octavo-coordinator of several servers; default: one is started"

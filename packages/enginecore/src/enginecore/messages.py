@@ -64,11 +64,15 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True
     """Front-end to core: forget cached prefixes that no request uses."""
 
 
+class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads", array_like=True):
+    """Front-end to core: answered with `ExpertLoads`."""
+
+
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     """Front-end to core: announce this front-end; answered with `EngineLimits`."""
 
 
-FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | Hello
+FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | ReportExpertLoads | Hello
 
 
 class PositionLogprobs(NamedTuple):
@@ -142,10 +146,31 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     stats: EngineStats | None = None
 
 
+class ExpertLoads(msgspec.Struct, tag="expert_loads", array_like=True):
+    """Core to front-end, and worker to core: tokens that went to each expert since the start.
+
+    Each core counts those of its own requests, also where cores share experts, and each worker those that no
+    other counts: the sums are over all.
+    """
+
+    tokens: NDArray[np.int64] | None
+    """[layers with experts, experts]; None for a model without experts."""
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True):
     """Core to front-end: the core cannot go on; `message` says why in one line."""
 
     message: str
 
 
-CoreMessage = Outputs | EngineLimits | Failed
+class KVEvents(msgspec.Struct, tag="kv_events", array_like=True):
+    """Core to front-end: changes of its prefix cache, in 8-byte keys; see `data_parallel.prefixes`."""
+
+    stored: NDArray[np.int64]
+    removed: NDArray[np.int64]
+    """None of them is in `stored`."""
+    cleared: bool = False
+    """Whether all keys of before have gone; it comes before the others."""
+
+
+CoreMessage = Outputs | EngineLimits | Failed | KVEvents | ExpertLoads

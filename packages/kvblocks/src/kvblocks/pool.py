@@ -198,6 +198,10 @@ class BlockPool:
         """The key that `block` is published under, or None."""
         return self._keys[block] if self._published[block] else None
 
+    def keys(self) -> list[bytes]:
+        """All published keys."""
+        return list(self._index)
+
     def publish(self, blocks: ArrayLike, keys: Sequence[bytes]) -> None:
         """Enter `blocks` (int [n], distinct, referenced) in the prefix index under `keys`, one each.
 

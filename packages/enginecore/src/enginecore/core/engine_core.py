@@ -29,6 +29,7 @@ from enginecore.core.lockstep import Lockstep
 from enginecore.core.policies import make_policy
 from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, RankPlace
+from enginecore.data_parallel.prefixes import request_salt
 from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
@@ -184,7 +185,7 @@ class EngineCore:
 
     def _prefix_salt(self, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
         """Return what a request's prefix-cache keys depend on besides its tokens."""
-        salt = () if message.cache_salt is None else (("salt", message.cache_salt.encode()),)
+        salt = request_salt(message.cache_salt)
         limit = self.limits.dynamic_length
         if limit is not None and len(message.prompt) > limit:
             # Its keys are rotated by its own length: only it can use them again, after a preemption.

@@ -8,6 +8,7 @@ pipe open, and when it closes, because the front-end ended in whatever way, so d
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import signal
 import sys
@@ -26,9 +27,11 @@ from enginecore.messages import (
     AbortRequests,
     AddRequest,
     CoreMessage,
+    ExpertLoads,
     Failed,
     FrontendMessage,
     Hello,
+    ReportExpertLoads,
     ResetPrefixCache,
 )
 from enginecore.model_files import locate
@@ -83,7 +86,7 @@ class CoreServer:
         while True:
             self._follow_coordinator()
             if not self._core.has_work:
-                poller.poll(None if self._link is None else 1000 * self._link.due())
+                poller.poll(None if self._link is None else math.ceil(1000 * self._link.due()))
                 self._core.check_workers()
             self._read()
             if self._core.has_work:
@@ -123,6 +126,8 @@ class CoreServer:
                 self._core.abort(client, numbers)
             case ResetPrefixCache():
                 self._core.reset_prefix_cache()
+            case ReportExpertLoads():
+                self._send(identity, ExpertLoads(self._core.expert_loads()))
             case Hello():
                 self._send(identity, self._core.limits)
 

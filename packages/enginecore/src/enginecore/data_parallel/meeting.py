@@ -1,5 +1,6 @@
 """The place where the workers of all engines that share experts meet, told through the coordinator."""
 
+import math
 import time
 
 import zmq
@@ -43,9 +44,9 @@ class Meeting:
             left = until - time.monotonic()
             if left <= 0:
                 raise EngineDeadError(
-                    f"rank 0 has not told within {self._timeout:g} s where the workers that share experts meet"
+                    f"rank 0 has not told within {self._timeout:g} s where workers that share experts meet"
                 )
-            poller.poll(1000 * min(left, self._link.due()))
+            poller.poll(math.ceil(1000 * min(left, self._link.due())))
 
     def tell(self, address: str) -> None:
         """Tell the other engines, and keep the link alive; for the first engine, which calls this often."""

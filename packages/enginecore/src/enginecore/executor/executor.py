@@ -96,8 +96,8 @@ def make_executor(
     if config.shares_experts:
         if meeting is None:
             raise ConfigError(
-                f"enable_expert_parallel with data_parallel_size={config.data_parallel_size}: the ranks share "
-                "experts and run together, and this engine is not one of several that were started so"
+                f"enable_expert_parallel with data_parallel_size={config.data_parallel_size}: ranks share "
+                "experts, and this engine was started by itself"
             )
         rendezvous = "" if meeting.is_first else meeting.address()
     from enginecore.executor.distributed import DistributedExecutor
