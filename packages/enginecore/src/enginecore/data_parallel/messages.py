@@ -4,6 +4,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+SIGN_OF_LIFE = 1.0
+"""Most seconds between two messages of a rank, a front-end or the coordinator, though nothing has changed."""
+
 
 class RankPlace(msgspec.Struct, frozen=True):
     """A core's place among those that share the requests."""
@@ -88,8 +91,10 @@ class WaveEnded(msgspec.Struct, tag="wave_ended", array_like=True):
 
 
 class GroupAddress(msgspec.Struct, tag="group_address", array_like=True):
-    """Rank 0 to coordinator, and that to the other ranks: where the workers of all ranks meet."""
+    """Rank 0 to coordinator, and that to the ranks of the group that load: where the workers of all meet."""
 
+    rank: int
+    """The sender's."""
     group: int
     """Counts the starts of the whole group."""
     address: str
@@ -107,7 +112,11 @@ class AskStatus(msgspec.Struct, tag="ask_status", array_like=True):
 
 
 class StartWave(msgspec.Struct, tag="start_wave", array_like=True):
-    """Coordinator to ranks in lockstep: run steps from now on; the wave gets number `wave`."""
+    """Coordinator to ranks in lockstep: run steps from now on; the wave gets number `wave`.
+
+    One that is not above the number of the last wave begun is passed over. During a wave, the next number is
+    kept until that has ended: another rank was faster to see its end. A greater one renumbers the wave.
+    """
 
     wave: int
 
