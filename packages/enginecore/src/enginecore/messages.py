@@ -68,7 +68,11 @@ class FollowPrefixes(msgspec.Struct, tag="follow_prefixes", array_like=True):
     """Front-end to core: send `KVEvents` from now on, first of all that is cached."""
 
 
-FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | FollowPrefixes
+class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads", array_like=True):
+    """Front-end to core: answered with `ExpertLoads`."""
+
+
+FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | FollowPrefixes | ReportExpertLoads
 
 
 class PositionLogprobs(NamedTuple):
@@ -167,6 +171,17 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
         return cls(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int8))
 
 
+class ExpertLoads(msgspec.Struct, tag="expert_loads", array_like=True):
+    """Core to front-end, and worker to core: tokens that went to each expert since the start.
+
+    Each core counts those of its own requests, also where cores share experts, and each worker those that no
+    other counts: the sums are over all.
+    """
+
+    tokens: NDArray[np.int64] | None
+    """[layers with experts, experts]; None for a model without experts."""
+
+
 class KVEvents(msgspec.Struct, tag="kv_events", array_like=True):
     """Core to front-end: changes of its prefix cache, in 8-byte keys; see `data_parallel.prefixes`."""
 
@@ -177,7 +192,7 @@ class KVEvents(msgspec.Struct, tag="kv_events", array_like=True):
     """Whether all keys of before have gone; it comes before the others."""
 
 
-CoreMessage = Outputs | KVEvents
+CoreMessage = Outputs | KVEvents | ExpertLoads
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -9,13 +9,13 @@ STEPS_TO_ASK = 32
 class Lockstep:
     """One engine's part in the waves of its group. Knows no sockets and no workers.
 
-    Every step exchanges tokens with the experts of all engines, so that none can run one alone: in a *wave* all
-    run equally many steps, empty ones where there is nothing else, and between waves none. Every 32nd step asks
-    all engines whether any has unfinished requests, and if none has, the wave ends with that step, on all.
+    Every step exchanges tokens with the experts of all engines, so that none can run one alone: in a *wave*
+    all run equally many steps, empty ones where there is nothing else, and between waves none. Every 32nd
+    step asks all engines whether any has unfinished requests, and if none has, the wave ends with it on all.
     Until the answer is there no further step is started, so that nobody starts one that others do not.
 
     Waves are numbered from 1, alike on all engines. An engine that gets requests between waves asks the
-    coordinator for the next one, which then starts it on all. Another engine may be faster to see the end of a
+    coordinator for the next one, which then starts on all. Another engine may be faster to see the end of a
     wave and to ask for the next, so that this is announced during the last steps of the one before; no later
     one can be, as it takes all engines to run a wave. Announcements of older waves, which the coordinator
     repeats to be sure, are passed over.

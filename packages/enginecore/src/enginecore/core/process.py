@@ -31,11 +31,13 @@ from enginecore.messages import (
     AbortRequests,
     AddRequest,
     CoreMessage,
+    ExpertLoads,
     Failed,
     FollowPrefixes,
     FrontendMessage,
     Outputs,
     Ready,
+    ReportExpertLoads,
     ResetPrefixCache,
 )
 from enginecore.model_files import locate
@@ -157,6 +159,8 @@ class CoreServer:
                 self._tell_followers()
                 self._followers.add(client)
                 self._send(client, self._core.cached_prefixes())
+            case ReportExpertLoads():
+                self._send(client, ExpertLoads(self._core.expert_loads()))
 
     def _forget_gone(self) -> None:
         """Drop the requests of front-ends whose connection has ended."""

@@ -59,7 +59,7 @@ def read_key(path: Path) -> str:
     return key
 
 
-def prepare(socket: zmq.Socket, key: str | None, *, server: bool = False) -> None:
+def prepare(socket: zmq.Socket, key: str | None, *, server: bool = False, ipv6: bool = False) -> None:
     """Set what every socket of this protocol has; call it before it is bound or connected.
 
     Heartbeats notice a host that is gone. Client and server have the same key pair, so that a server admits
@@ -71,9 +71,10 @@ def prepare(socket: zmq.Socket, key: str | None, *, server: bool = False) -> Non
         (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
         (zmq.RECONNECT_IVL, _RECONNECT_MS),
         (zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS),
-        (zmq.IPV6, 1),
     ):
         socket.setsockopt(option, value)
+    # Of a server's sockets, only those of an IPv6 address: others would show IPv4 as mapped to it.
+    socket.ipv6 = not server or ipv6
     if key is None:
         return
     secret = key.encode()

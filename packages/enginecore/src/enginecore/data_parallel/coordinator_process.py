@@ -44,7 +44,7 @@ class CoordinatorSettings(msgspec.Struct):
     log: logs.LogSettings = logs.LogSettings()
 
 
-class CoordinatorPorts(msgspec.Struct, tag="ports"):
+class CoordinatorPorts(msgspec.Struct, tag="ports", array_like=True):
     """Where a coordinator is reached."""
 
     address: CoordinatorAddress
@@ -100,11 +100,11 @@ class CoordinatorServer:
     def _read(self) -> None:
         for _ in range(_MESSAGES_AT_ONCE):
             try:
-                sender, body = self._reports.recv_multipart(zmq.NOBLOCK)
+                sender, *parts = self._reports.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                message = self._decoder.decode(body)
+                message = self._decoder.decode(b"".join(parts))
             except (msgspec.DecodeError, ValueError) as error:
                 logger.warning("a message that cannot be read was dropped: %s", error)
                 continue
@@ -139,7 +139,7 @@ def _report(output: BinaryIO, message: CoordinatorPorts | Failed) -> None:
 
 def _bind(socket: zmq.Socket, endpoint: str, key: str | None) -> str:
     """Bind a socket and return its real endpoint."""
-    prepare(socket, key, server=True)
+    prepare(socket, key, server=True, ipv6="[" in endpoint)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

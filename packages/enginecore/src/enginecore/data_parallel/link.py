@@ -75,7 +75,7 @@ class RankLink:
         self._register_at = 0.0
         self._report_at = 0.0
         self._reported: tuple[int, ...] = ()
-        self._unsent: LoadReport | None = None
+        self._load: LoadReport | None = None
         self._address: GroupAddress | None = None
         self._need: NeedWave | None = None
 
@@ -87,7 +87,7 @@ class RankLink:
 
     def report(self, load: LoadReport) -> None:
         """Report a load if it has changed: now, or when the last report is 20 ms old."""
-        self._unsent = load if _measures(load) != self._reported else None
+        self._load = load
         self._send_due()
 
     def send(self, message: NeedWave | WaveEnded | GroupAddress) -> None:
@@ -119,7 +119,7 @@ class RankLink:
     def due(self) -> float:
         """Return the seconds until something is to be sent; `receive` sends it."""
         now = time.monotonic()
-        at = self._register_at if self._unsent is None else min(self._register_at, self._report_at)
+        at = self._register_at if self._changed() is None else min(self._register_at, self._report_at)
         return max(at - now, 0.0)
 
     def close(self) -> None:
@@ -130,10 +130,15 @@ class RankLink:
         now = time.monotonic()
         if now >= self._register_at:
             self._register_at = now + (SIGN_OF_LIFE if self._register() else _RETRY)
-        if self._unsent is not None and now >= self._report_at:
+        load = self._changed()
+        if load is not None and now >= self._report_at:
             self._report_at = now + _REPORT_INTERVAL
-            if self._channel.send(self._unsent):
-                self._reported, self._unsent = _measures(self._unsent), None
+            if self._channel.send(load):
+                self._reported = _measures(load)
+
+    def _changed(self) -> LoadReport | None:
+        """Return the load if it is to be sent."""
+        return self._load if self._load is not None and _measures(self._load) != self._reported else None
 
     def _register(self) -> bool:
         """Send the registration and what must not be lost; return whether there was a connection."""

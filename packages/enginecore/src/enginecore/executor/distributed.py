@@ -27,12 +27,11 @@ from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoEr
 from enginecore.executor.executor import OnLoaded, depth
 from enginecore.executor.link import CoreEnd, LinkError
 from enginecore.executor.messages import (
-    ExpertLoads,
+    CountExperts,
     Failure,
     Listening,
     Loaded,
     Progress,
-    ReportExpertLoads,
     StepDone,
     WorkerMessage,
     WorkerSettings,
@@ -40,7 +39,7 @@ from enginecore.executor.messages import (
 )
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.forks import MadeHere
-from enginecore.messages import EngineLimits
+from enginecore.messages import EngineLimits, ExpertLoads
 from enginecore.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)
@@ -176,7 +175,7 @@ class DistributedExecutor:
     def expert_loads(self) -> np.ndarray | None:
         """Ask the workers, and wait until they have done the steps submitted before."""
         self._loads = {}
-        self._broadcast(encode_step(ReportExpertLoads()))
+        self._broadcast(encode_step(CountExperts()))
         while len(self._loads) < len(self._workers):
             self._listen(None)
         counted = [loads.tokens for loads in self._loads.values() if loads.tokens is not None]

@@ -113,7 +113,7 @@ def make_executor(
         if meeting is None:
             raise ConfigError(
                 f"enable_expert_parallel with data_parallel_size={config.data_parallel_size}: ranks share "
-                "their experts and run together, and this engine is not one of several that were started so"
+                "experts, and this engine was started by itself"
             )
         rendezvous = "" if meeting.is_first else meeting.address()
     from enginecore.executor.distributed import DistributedExecutor

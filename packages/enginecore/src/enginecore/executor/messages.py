@@ -4,15 +4,13 @@ import time
 import traceback
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
 from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.logs import LogSettings
-from enginecore.messages import EngineLimits
+from enginecore.messages import EngineLimits, ExpertLoads
 
 
 class LinkSettings(msgspec.Struct):
@@ -53,15 +51,8 @@ class WorkerSettings(msgspec.Struct):
     log: LogSettings = LogSettings()
 
 
-class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads"):
-    """Core to workers, among the steps: say how many tokens went to each expert in those before."""
-
-
-class ExpertLoads(msgspec.Struct, tag="expert_loads", array_like=True):
-    """Worker to core: tokens that it has sent to each expert."""
-
-    tokens: NDArray[np.int64] | None
-    """[layers with experts, experts]; None for a model without experts."""
+class CountExperts(msgspec.Struct, tag="count_experts"):
+    """Core to workers, among the steps: tell how many tokens went to each expert in those before."""
 
 
 class Listening(msgspec.Struct, tag="listening", array_like=True):
@@ -111,16 +102,16 @@ WorkerMessage = Listening | Progress | Loaded | EngineLimits | Failure | StepDon
 """`EngineLimits` says that the worker is ready for steps."""
 
 _encoder = Encoder()
-_steps: Decoder[StepInput | ReportExpertLoads] = Decoder(StepInput | ReportExpertLoads)
+_steps: Decoder[StepInput | CountExperts] = Decoder(StepInput | CountExperts)
 _messages: Decoder[WorkerMessage] = Decoder(WorkerMessage)
 
 
-def encode_step(step: StepInput | ReportExpertLoads) -> bytes:
+def encode_step(step: StepInput | CountExperts) -> bytes:
     """Return a step, or what is asked between steps, as bytes."""
     return _encoder.encode(step)
 
 
-def decode_step(data: bytes) -> StepInput | ReportExpertLoads:
+def decode_step(data: bytes) -> StepInput | CountExperts:
     """Return the step or request that `data` holds; its arrays are read-only."""
     return _steps.decode(data)
 

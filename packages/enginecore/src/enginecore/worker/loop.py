@@ -11,15 +11,15 @@ from collectives import Grid, make_communicators
 from collectives.ring import PeerDied, RingClosed, RingReader
 from enginecore.executor.link import WorkerEnd
 from enginecore.executor.messages import (
-    ExpertLoads,
+    CountExperts,
     Loaded,
     Progress,
-    ReportExpertLoads,
     StepDone,
     WorkerMessage,
     WorkerSettings,
     decode_step,
 )
+from enginecore.messages import ExpertLoads
 from enginecore.model_files import locate
 from enginecore.plugins import import_all
 from enginecore.worker.runner.runner import PendingOutput
@@ -87,7 +87,7 @@ def _run(worker: Worker, receive: Callable[[], bytes], link: WorkerEnd) -> None:
             step = decode_step(receive())
         except (RingClosed, PeerDied):
             return
-        if isinstance(step, ReportExpertLoads):
+        if isinstance(step, CountExperts):
             link.send(ExpertLoads(worker.expert_loads()))
         else:
             deliver(worker.run(step))

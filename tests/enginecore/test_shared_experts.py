@@ -1,0 +1,156 @@
+"""Experts shared over data-parallel ranks, with real processes: answers of one engine, and nobody hangs."""
+
+import random
+import time
+
+import pytest
+
+from checkpoints import mixtral_config, qwen3_moe_config, save_random
+from cores import Ask, run, start_core
+from enginecore import SamplingParams
+from enginecore.messages import EngineLimits
+from executors import options
+from rank_group import RankGroup
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+CONFIGS = {"mixtral": mixtral_config(), "qwen3_moe": qwen3_moe_config()}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request, tmp_path_factory):
+    return save_random(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def start(model, folder, **more):
+    """Start ranks that share experts and wait until they are ready."""
+    config = options(model, **{"data_parallel_size": 2, "enable_expert_parallel": True, **more})
+    group = RankGroup(config, folder)
+    limits = group.ready()
+    assert all(isinstance(found, EngineLimits) and found.lockstep for found in limits), limits
+    return group
+
+
+@pytest.fixture(scope="module")
+def ranks(model, tmp_path_factory):
+    group = start(model, tmp_path_factory.mktemp("ranks"))
+    yield group
+    assert group.close() == []
+
+
+def alone(model, asks, **more):
+    """Return the answers of one engine, each request by itself."""
+    core = start_core(model, enable_prefix_caching=False, **more)
+    return [run(core, [ask])[0].tokens for ask in asks]
+
+
+def random_asks(count, seed=0):
+    """Greedy and seeded requests of all lengths."""
+    rng = random.Random(seed)
+    return [
+        Ask(
+            [rng.randrange(256) for _ in range(rng.randint(1, 60))],
+            rng.randint(1, 40),
+            SamplingParams(temperature=rng.choice([0, 0.8])),
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
+def idle(group):
+    """Wait until the group is between waves, and return the coordinator's account of them."""
+    until = time.monotonic() + 60
+    while (waves := group.status().waves).running:
+        assert time.monotonic() < until
+        group.take(0.05)
+    return waves
+
+
+def test_a_request_on_one_rank_while_the_other_idles(model, ranks):
+    before = idle(ranks)
+    asks = [Ask([1, 2, 3], 20), Ask([250] * 70, 50)]
+    for number, ask in enumerate(asks):
+        ranks.add(number % 2, 0, ask)
+        assert [answer.tokens for answer in ranks.collect().values()] == alone(model, [ask])
+        after = idle(ranks)
+        assert after.ended == before.ended + 1
+        # A wave ends with a question that comes every 32 steps, and the ranks report both parts of it.
+        assert (after.steps - before.steps) % 32 == 0
+        before = after
+
+
+def test_no_step_and_hardly_any_cpu_between_waves(ranks):
+    before = idle(ranks)
+    processes = ranks.processes()
+    assert len(processes) == 4  # two cores, a worker each
+    used = cpu_seconds(processes)
+    ranks.take(2.0)
+    assert cpu_seconds(processes) - used < 0.4
+    after = idle(ranks)
+    assert (after.ended, after.steps) == (before.ended, before.steps)
+
+
+def cpu_seconds(processes):
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def test_a_longer_request_that_is_aborted_leaves_the_other_alone(model, ranks):
+    asks = [Ask([5], 8), Ask([6], 300)]
+    for rank, ask in enumerate(asks):
+        ranks.add(rank, 1, ask)
+    while ranks.tokens_of(1, 1) < 4:
+        ranks.take(1.0)
+    ranks.abort(1, 1)
+    assert [answer.tokens for answer in ranks.collect().values()] == alone(model, asks[:1])
+    idle(ranks)
+
+
+def test_an_abort_before_the_wave_has_begun(model, ranks):
+    idle(ranks)
+    ranks.add(0, 2, Ask([5], 300))
+    ranks.abort(0, 2)
+    ranks.add(1, 2, Ask([9], 6))
+    assert [answer.tokens for answer in ranks.collect().values()] == alone(model, [Ask([9], 6)])
+    idle(ranks)
+
+
+def test_a_prompt_of_nearly_the_whole_context(model, ranks):
+    asks = [Ask(list(range(200)) + list(range(200)) + list(range(109)), 50), Ask([3], 12)]
+    for rank, ask in enumerate(asks):
+        ranks.add(rank, 3, ask)
+    assert [answer.tokens for answer in ranks.collect().values()] == alone(model, asks)
+
+
+def test_random_arrivals(model, ranks):
+    asks = random_asks(200)
+    expected = alone(model, asks)
+    rng = random.Random(1)
+    answers = {}
+    for number, ask in enumerate(asks):
+        ranks.add(rng.randrange(2), 100 + number, ask)
+        if rng.random() < 0.05:
+            answers |= ranks.collect()
+            if rng.random() < 0.5:
+                idle(ranks)
+        elif rng.random() < 0.5:
+            ranks.take(rng.random() / 20)
+    answers |= ranks.collect()
+    got = {number - 100: answer.tokens for (_, number), answer in answers.items()}
+    assert [got[number] for number in range(200)] == expected
+    assert idle(ranks).ended >= 3
+
+
+def test_a_coordinator_that_dies_in_a_wave_and_between_waves(model, ranks):
+    asks = [Ask([7], 100), Ask([8], 10)]
+    expected = alone(model, asks)
+    for in_wave in (True, False):
+        idle(ranks)
+        ranks.add(0, 500 + in_wave, asks[0])
+        if in_wave:
+            while ranks.tokens_of(0, 501) < 2:
+                ranks.take(1.0)
+        ranks.kill_coordinator()
+        ranks.add(1, 500 + in_wave, asks[1])
+        assert [answer.tokens for answer in ranks.collect().values()] == expected
+    idle(ranks)
