@@ -197,9 +197,7 @@ class TestReplay:
         assert outcome.first_token.tolist() == [1, 1, 10, 4]
 
     @pytest.mark.parametrize(("report_interval", "first"), [(0, 4.5), (1000, 10)])
-    def test_the_router_knows_what_it_has_sent_since_a_report_and_no_more(
-        self, report_interval, first
-    ):
+    def test_the_router_knows_what_it_has_sent_since_a_report_and_no_more(self, report_interval, first):
         made = trace((0, 10, 9), (0, 10, 3), (3.5, 10, 2))
         outcome = Cluster(made, setup(max_num_seqs=1), ranks=2, report_interval=report_interval).replay()
         # The second has ended, which only a report tells: without one it is a tie, and the first rank's turn.
