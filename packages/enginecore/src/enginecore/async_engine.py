@@ -8,6 +8,9 @@ from operator import add
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from enginecore.config import EngineConfig
 from enginecore.core.board import Board
 from enginecore.core.supervisor import RankSupervisor
@@ -202,6 +205,14 @@ class AsyncEngine:
         """Forget cached prefixes that no request uses."""
         dispatcher, _ = self._running()
         dispatcher.broadcast(ResetPrefixCache())
+
+    async def expert_loads(self) -> NDArray[np.int64] | None:
+        """Return how many tokens went to each expert on the ranks that are up, since each was started.
+
+        int64 [layers with experts, experts]; None for a model without experts.
+        """
+        dispatcher, _ = self._running()
+        return await dispatcher.expert_loads()
 
     @property
     def num_unfinished(self) -> int:

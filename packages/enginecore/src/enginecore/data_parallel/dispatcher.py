@@ -20,6 +20,7 @@ from enginecore.messages import (
     AbortRequests,
     AddRequest,
     EngineLimits,
+    ExpertLoads,
     FollowPrefixes,
     FrontendMessage,
     KVEvents,
@@ -28,6 +29,7 @@ from enginecore.messages import (
     RankEvent,
     RankOut,
     RankUp,
+    ReportExpertLoads,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,13 @@ class _Rank:
     def __init__(self, client: CoreClient, reading: asyncio.Task[None]) -> None:
         self.client = client
         self.reading = reading
+        self.expert_loads: asyncio.Queue[ExpertLoads | None] = asyncio.Queue()
+        """Answers in the order of the questions; None when the rank has ended."""
 
     def close(self) -> None:
         self.reading.cancel()
         self.client.close()
+        self.expert_loads.put_nowait(None)
 
 
 class Dispatcher:
@@ -172,6 +177,17 @@ class Dispatcher:
         for rank in self._up.values():
             rank.client.send(message)
 
+    async def expert_loads(self) -> NDArray[np.int64] | None:
+        """Return how many tokens went to each expert on the ranks that are up, since each was started.
+
+        int64 [layers with experts, experts]; None for a model without experts.
+        """
+        asked = list(self._up.values())
+        self.broadcast(ReportExpertLoads())
+        answers = [await rank.expert_loads.get() for rank in asked]
+        loads = [answer.tokens for answer in answers if answer is not None and answer.tokens is not None]
+        return np.sum(loads, axis=0) if loads else None
+
     def close(self) -> None:
         """Close all connections."""
         if self._following is not None:
@@ -251,11 +267,13 @@ class Dispatcher:
         while True:
             message = await client.receive()
             try:
-                if isinstance(message, KVEvents):
-                    if self._prefixes is not None:
+                match message:
+                    case Outputs():
+                        self._take_outputs(rank, message)
+                    case ExpertLoads():
+                        self._up[rank].expert_loads.put_nowait(message)
+                    case KVEvents() if self._prefixes is not None:
                         self._prefixes.update(rank, message)
-                else:
-                    self._take_outputs(rank, message)
             except Exception:
                 # Whoever waits for them must not wait for ever.
                 logger.exception("outputs of rank %d cannot be read", rank)
