@@ -44,7 +44,7 @@ class CoordinatorSettings(msgspec.Struct):
     log: logs.LogSettings = logs.LogSettings()
 
 
-class CoordinatorPorts(msgspec.Struct, tag="ports", array_like=True):
+class CoordinatorPorts(msgspec.Struct, tag="ports"):
     """Where a coordinator is reached."""
 
     address: CoordinatorAddress
