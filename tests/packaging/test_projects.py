@@ -18,7 +18,7 @@ PROJECTS = {
 
 def test_all_are_found():
     libraries = {"kvblocks", "batchsched", "pagedattn", "collectives"}
-    assert set(PROJECTS) == {*libraries, "enginecore", "octavo-offline", "octavo-serve"}
+    assert set(PROJECTS) == {*libraries, "enginecore", "octavo-coordinator", "octavo-offline", "octavo-serve"}
 
 
 @pytest.mark.parametrize("name", PROJECTS)
@@ -27,7 +27,7 @@ def test_siblings_are_needed_in_their_own_version(name):
     needed = [Requirement(line) for line in project["dependencies"]]
     siblings = {line.name: str(line.specifier) for line in needed if line.name in PROJECTS}
     assert siblings == {sibling: f"=={PROJECTS[sibling][1]['version']}" for sibling in siblings}
-    assert bool(siblings) == (name in {"enginecore", "octavo-offline", "octavo-serve"})
+    assert bool(siblings) == (name in {"enginecore", "octavo-coordinator", "octavo-offline", "octavo-serve"})
 
 
 @pytest.mark.parametrize("name", PROJECTS)

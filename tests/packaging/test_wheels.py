@@ -26,6 +26,7 @@ PACKAGES = {
     "collectives",
     "enginecore",
     "kvblocks",
+    "octavo_coordinator",
     "octavo_offline",
     "octavo_serve",
     "pagedattn",
@@ -83,7 +84,7 @@ def installed(built, tmp_path_factory) -> Path:
     run("uv", "pip", "install", "--quiet", "--python", python, "--requirement", folder / "wanted.txt")
     run(
         *(python, "-m", "pip", "--isolated", "--quiet", "install", "--no-index", "--find-links", built),
-        *("octavo-serve", "octavo-offline"),
+        *("octavo-coordinator", "octavo-offline", "octavo-serve"),
         cwd=folder,
         env=environment(),
     )

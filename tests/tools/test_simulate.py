@@ -189,19 +189,29 @@ class TestReplay:
         np.testing.assert_allclose(stretched.first_token, single.first_token, rtol=1e-12)
         np.testing.assert_allclose(stretched.finished, single.finished, rtol=1e-12)
 
-    def test_the_router_takes_the_rank_with_the_fewest_tokens(self):
+    def test_the_router_takes_the_rank_that_is_least_loaded(self):
         # One sequence a rank: whoever shares one waits.
-        made = trace((0, 50, 9), (0, 10, 9), (1.5, 10, 2))
+        made = trace((0, 10, 9), (0, 10, 3), (0, 10, 9), (1.5, 10, 2))
         outcome = Cluster(made, setup(max_num_seqs=1), ranks=2).replay()
-        # The third joins the second, whose ten tokens weigh less, and waits until it ends at 9.
-        assert outcome.first_token.tolist() == [1, 1, 10]
+        # The third is the first rank's in turn. The last joins the second request, which ends at 3.
+        assert outcome.first_token.tolist() == [1, 1, 10, 4]
+
+    @pytest.mark.parametrize(("report_interval", "first"), [(0, 4.5), (1000, 10)])
+    def test_the_router_knows_what_it_has_sent_since_a_report_and_no_more(self, report_interval, first):
+        made = trace((0, 10, 9), (0, 10, 3), (3.5, 10, 2))
+        outcome = Cluster(made, setup(max_num_seqs=1), ranks=2, report_interval=report_interval).replay()
+        # The second has ended, which only a report tells: without one it is a tie, and the first rank's turn.
+        assert outcome.first_token.tolist() == [1, 1, first]
 
     @pytest.mark.parametrize(("affinity", "cached"), [(False, 0), (True, 1024)])
     def test_affinity_finds_the_rank_that_has_the_prefix(self, affinity, cached):
         # Both ranks are busy, the one without the prefix a little less.
-        made = trace((0, 1030, 99), (0, 900, 99), (40, 1030, 1), hash_ids=[[1, 2, 3], [5, 6], [1, 2, 4]])
+        made = trace(
+            *((0, 1030, 99), (0, 900, 99), (0, 900, 99), (40, 1030, 1)),
+            hash_ids=[[1, 2, 3], [5, 6], [7, 8], [1, 2, 4]],
+        )
         outcome = Cluster(made, setup(block_size=512), ranks=2, affinity=affinity).replay()
-        assert outcome.cached.tolist() == [0, 0, cached]
+        assert outcome.cached.tolist() == [0, 0, 0, cached]
 
     def test_swapping_is_counted_and_takes_time(self):
         made = trace((0, 48, 40), (0, 48, 40))

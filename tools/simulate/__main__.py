@@ -83,6 +83,13 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--device", choices=DEVICES, default="h100-8b")
     machine.add_argument("--ranks", type=_ranks, default=1, help="data-parallel ranks, 1 to 64")
     machine.add_argument("--affinity", action="store_true", help="route by cached prefixes too")
+    machine.add_argument(
+        "--report-interval",
+        type=_interval,
+        default=0.05,
+        metavar="S",
+        help="between reports of loads",
+    )
     machine.add_argument("--block-size", type=_positive, help="tokens; 512 with hash ids, else 16")
     machine.add_argument(
         "--blocks", type=_blocks, metavar="N", help="KV blocks a rank, or 'unlimited'; else the device's"
@@ -129,6 +136,13 @@ def _positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive number")
     return value
 
 
@@ -202,7 +216,12 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.perf_counter()
         ranks = setup(options, trace, policy)
         cluster = Cluster(
-            trace, ranks, ranks=options.ranks, affinity=options.affinity, classes=options.classes
+            trace,
+            ranks,
+            ranks=options.ranks,
+            affinity=options.affinity,
+            report_interval=options.report_interval,
+            classes=options.classes,
         )
         outcomes[policy] = cluster.replay()
         summaries[policy] = report.summary(outcomes[policy], ranks.block_size)

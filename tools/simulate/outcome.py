@@ -46,11 +46,10 @@ class Outcome:
         self.first_token[handles] = now
         self.cached[handles] = cached
 
-    def end(self, handles: NDArray[np.int64], now: float, generated: NDArray[np.int32]) -> int:
-        """Note the last tokens of requests, and return how many tokens those had, prompts included."""
+    def end(self, handles: NDArray[np.int64], now: float, generated: NDArray[np.int32]) -> None:
+        """Note the last tokens of requests."""
         assert (generated == self.outputs[handles]).all(), "a request generates what the trace says"
         self.finished[handles] = now
-        return int((self.prompts[handles] + self.outputs[handles]).sum())
 
     @property
     def completed(self) -> NDArray[np.bool_]:

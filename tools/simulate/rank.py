@@ -43,8 +43,6 @@ class Rank:
 
     def __init__(self, setup: Setup, outcome: Outcome, clock: Callable[[], float]) -> None:
         limits = setup.limits
-        self.tokens = 0
-        """Tokens of the requests that wait or run, the rank's load to a router."""
         self.memory = PagedMemory(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
@@ -74,7 +72,6 @@ class Rank:
         self.scheduler.add(
             Request(handle, tokens, max_tokens, priority=priority, max_drafts=self._longest - 1)
         )
-        self.tokens += tokens.size
 
     def cached_tokens(self, keys: Sequence[bytes]) -> int:
         """Return how many leading tokens of a prompt with these block keys are cached on the device."""
@@ -104,13 +101,12 @@ class Rank:
         counts = None if self._steps == 1 else np.full(size, self._steps, np.int32)
         sampled = self._ids[:size, : self._steps].ravel()
         done = self._committed = self.scheduler.commit(StepResult(self._plan.step, sampled, counts))
-        self.tokens += done.handles.size
         first = done.num_generated == 1
         if first.any():
             self._outcome.begin(done.handles[first], now, done.num_cached[first])
         ended = done.finished != 0
         if ended.any():
-            self.tokens -= self._outcome.end(done.handles[ended], now, done.num_generated[ended])
+            self._outcome.end(done.handles[ended], now, done.num_generated[ended])
 
     def _draft(self, seconds: float) -> None:
         """Make the next step a stretch of those that end within `seconds`, if nothing can come between."""

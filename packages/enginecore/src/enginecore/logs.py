@@ -76,7 +76,7 @@ def configure(settings: LogSettings, *, rank: int | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(settings.level, logging.WARNING))
-    for name in ("enginecore", "pagedattn", "octavo_serve"):
+    for name in ("enginecore", "pagedattn", "octavo_serve", "octavo_coordinator"):
         logging.getLogger(name).setLevel(settings.level)
 
 

@@ -68,22 +68,33 @@ def options_of(record: type[Any]) -> list[Option]:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser with MODEL, `--config` and `--version`, and a flag for each field of the given dataclasses.
+    """A parser with `--config` and `--version`, and a flag for each field of the given dataclasses.
+
+    A command of a model has MODEL too, and the options of vLLM's command lines that have no effect.
 
     Wrong usage is one line on stderr and exit status 2.
     """
 
     def __init__(
-        self, program: str, description: str, version: str, records: Mapping[str, type[Any]]
+        self,
+        program: str,
+        description: str,
+        version: str,
+        records: Mapping[str, type[Any]],
+        *,
+        model: bool = True,
     ) -> None:
-        """`records` maps a heading of the help page to a dataclass."""
+        """`records` maps a heading of the help page to a dataclass; `model`: whether the command has one."""
         super().__init__(prog=program, description=description, allow_abbrev=False)
-        self.records = {**records, "without effect, for vLLM's command lines": VLLMOptions}
+        self.records = dict(records)
+        if model:
+            self.records["without effect, for vLLM's command lines"] = VLLMOptions
         self.given: Mapping[str, Given] = {}
         """After `read`: the options that were given, by name."""
         self.add_argument("--version", action="version", version=f"{program} {version}")
         self.add_argument("--config", metavar="FILE", action=_Once, help="YAML file of options")
-        self.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+        if model:
+            self.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
         for heading, record in self.records.items():
             group = self.add_argument_group(heading)
             for option in options_of(record):
@@ -113,7 +124,8 @@ class OptionParser(argparse.ArgumentParser):
         given |= from_variables
         given |= _from_flags(flags)
         self.given = given
-        return [build(record, given) for record in self.records.values()][:-1]
+        built = [build(record, given) for record in self.records.values()]
+        return [options for options in built if not isinstance(options, VLLMOptions)]
 
 
 def build(record: type[Any], given: Mapping[str, Given]) -> Any:
@@ -142,7 +154,7 @@ def run_command(program: str, command: Callable[[], int]) -> int:
 
 
 def _from_flags(flags: dict[str, Any]) -> dict[str, Given]:
-    positional = flags.pop("positional_model")
+    positional = flags.pop("positional_model", None)
     if positional is not None:
         if flags.get("model", positional) != positional:
             raise ConfigError(f"the model is named twice: {positional} and --model {flags['model']}")

@@ -1,0 +1,1 @@
+"""Coordinator of the ranks and servers that share the requests of one model."""
