@@ -112,9 +112,7 @@ def test_data_parallel_ranks_that_share_experts_are_not_started_one_by_one(folde
     config = options(folder / "mixtral", enable_expert_parallel=True, data_parallel_size=2)
     with pytest.raises(ConfigError, match="ranks share experts, and this engine was started by itself"):
         make_executor(config, locate(config.model))
-    with pytest.raises(
-        ConfigError, match=r"inproc runs 1 rank by itself, and .* 2 data-parallel ranks share"
-    ):
+    with pytest.raises(ConfigError, match=r"inproc runs 1 rank by itself, .* 2 data-parallel ranks"):
         replace(config, distributed_executor_backend="inproc")
 
 
