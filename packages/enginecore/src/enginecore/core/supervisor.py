@@ -85,6 +85,7 @@ class RankSupervisor:
         self._coordinator: CoordinatorChild | None = None
         """The coordinator, where it is not that of several servers."""
         if self.coordinator is not None and config.coordinator is None:
+            logger.info("coordinator at %s", self.coordinator.reports)
             self._start_coordinator(self.coordinator)
         self._placements = [_kept_placement(config, self.folder)]
         """Files with the placement of experts, the one in use last; None for an even one."""
@@ -258,7 +259,7 @@ class RankSupervisor:
     def _give_up(self, group: Iterable[_Rank], reason: str) -> None:
         for state in group:
             logger.error("rank %d is not started again: %s", state.place.rank, reason)
-            self._tell(RankOut(state.place.rank, reason))
+            self._tell(RankOut(state.place.rank, reason, ever_up=state.limits is not None))
 
     def _restart(self, group: Iterable[_Rank]) -> None:
         for state in group:

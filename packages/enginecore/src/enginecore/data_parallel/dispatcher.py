@@ -82,6 +82,8 @@ class Dispatcher:
         """Ranks that have ended, and why: they are being started again."""
         self.out: dict[int, str] = {}
         """Ranks that are not started again, and why."""
+        self._never_loaded: str | None = None
+        """Why a rank could not load the model."""
         self.on_outputs: Callable[[int, Outputs], None] = lambda rank, outputs: None
         """Called with each rank's outputs."""
         self.on_change: Callable[[], None] = lambda: None
@@ -114,12 +116,15 @@ class Dispatcher:
     async def ready(self) -> EngineLimits:
         """Wait until all ranks have loaded the model, and return its limits.
 
+        Ranks that had loaded it and have ended are not waited for, if there is another.
+
         Raises:
-            ModelError: one could not.
+            ModelError: one could not load it, or none is left.
         """
-        while len(self._up) < len(self._all):
-            if self.out:
-                raise ModelError(next(iter(self.out.values())))
+        while not self._up or len(self._up) + len(self.down) + len(self.out) < len(self._all):
+            reason = self._never_loaded or self.failure
+            if reason is not None:
+                raise ModelError(reason)
             self._changed.clear()
             await self._changed.wait()
         limits = self._frontend.limits
@@ -136,6 +141,7 @@ class Dispatcher:
             case RankOut(rank=rank, reason=reason):
                 self.down.pop(rank, None)
                 self.out[rank] = reason
+                self._never_loaded = self._never_loaded or (None if event.ever_up else reason)
         self._changed.set()
         self.on_change()
 
