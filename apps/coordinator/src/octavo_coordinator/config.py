@@ -23,7 +23,7 @@ class CoordinatorConfig:
     status: bool = _option(False, "show what a running coordinator knows, and end")
     address: str | None = _option(
         None,
-        "host:port of the one that --status asks, or the ipc://… that octavo-serve logs; default: host and port",
+        "the one that --status asks, host:port or the ipc://… that a server logs; default: host and port",
     )
     json: bool = _option(False, "show the status as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "least serious messages to log")
