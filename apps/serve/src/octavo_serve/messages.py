@@ -23,6 +23,8 @@ class HttpSettings(msgspec.Struct):
     coordinator: CoordinatorAddress | None
     metrics: str
     """Folder in which all HTTP processes count."""
+    started: int
+    """When the server was started, in seconds since the epoch: what is shown as the model's creation."""
     log: logs.LogSettings
 
 

@@ -50,7 +50,7 @@ def main() -> int:
 
     listener = socket.socket(fileno=settings.listener)
     try:
-        return run(listener, engine, settings.server, settings.index, report)
+        return run(listener, engine, settings.server, settings.index, report, settings.started)
     except OctavoError as error:
         report(HttpFailed(str(error)))
         return 2

@@ -41,18 +41,19 @@ def run(
     options: ServeConfig,
     index: int = 0,
     report: Callable[[HttpMessage], None] = lambda message: None,
+    started: int | None = None,
 ) -> int:
     """Serve on `listener` until a signal asks to stop or the engine dies; return the exit status.
 
     `index` is this process's among those that serve on it, of which the first logs for all. `report` tells
-    the supervisor.
+    the supervisor. The server was `started` then, in seconds since the epoch; now if None.
 
     Raises:
         OctavoError: the engine could not start.
     """
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(listener, make_engine(), options, index, report).run())
+        return runner.run(_Life(listener, make_engine(), options, index, report, started).run())
 
 
 class _Listener(uvicorn.Server):
@@ -73,6 +74,7 @@ class _Life:
         options: ServeConfig,
         index: int,
         report: Callable[[HttpMessage], None],
+        started: int | None,
     ) -> None:
         self._level = logging.DEBUG if index else logging.INFO
         """Of what would be the same from every HTTP process."""
@@ -80,6 +82,8 @@ class _Life:
         app = create_app(engine, options, report)
         self._engine = engine
         self._state: ServerState = app.state.server
+        if started is not None:
+            self._state.created = started
         self._listener = listener
         self._timeout = options.shutdown_timeout
         self._throughput = Throughput()

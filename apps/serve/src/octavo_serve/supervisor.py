@@ -111,6 +111,7 @@ class Supervisor:
         """The newest event of each rank, for HTTP processes that are started later."""
         self._processes: list[_HttpProcess] = []
         self._number = 0
+        self._began = int(time.time())
         self._deaths: deque[float] = deque()
         self._stopping = False
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -170,8 +171,9 @@ class Supervisor:
                 return None
             logger.info("stopped")
             return STOPPED
-        if status == ENGINE_DIED and self._all_out:
-            return ENGINE_DIED
+        if self._all_out:
+            # The others still tell their clients.
+            return None if self._processes else ENGINE_DIED
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         logger.error("HTTP process %d has ended (%s)", process.index, how)
         self._forget_counts(process.pid)
@@ -201,6 +203,7 @@ class Supervisor:
             boards={rank: str(path) for rank, path in self._ranks.boards.items()},
             coordinator=self._ranks.coordinator,
             metrics=str(self._metrics),
+            started=self._began,
             log=logs.current(),
         )
         self._number += 1

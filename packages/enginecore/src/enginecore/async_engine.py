@@ -246,6 +246,7 @@ class AsyncEngine:
             self._dispatcher = dispatcher
             dispatcher.on_outputs = self._deliver
             dispatcher.on_change = self._on_change
+            dispatcher.on_failure = self._end
             self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))
             limits = await dispatcher.ready()
         except OctavoError as error:
@@ -310,6 +311,8 @@ class AsyncEngine:
             self._end(dispatcher.failure)
 
     def _end(self, reason: str) -> None:
+        if self._stopping or self.error is not None:
+            return
         logger.error("%s", reason)
         self.error = reason
         self.metrics.stopped()
