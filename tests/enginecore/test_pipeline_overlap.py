@@ -66,6 +66,7 @@ class ThreadedStages:
                 None,
                 LocalCommunicator(),
                 Pipe(hidden, stage),
+                LocalCommunicator(),
                 dtype=torch.float32,
                 max_rows=8,
                 max_len=65,

@@ -8,6 +8,9 @@ from operator import add
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from enginecore.config import EngineConfig
 from enginecore.core.board import Board
 from enginecore.core.supervisor import RankSupervisor
@@ -203,6 +206,14 @@ class AsyncEngine:
         dispatcher, _ = self._running()
         dispatcher.broadcast(ResetPrefixCache())
 
+    async def expert_loads(self) -> NDArray[np.int64] | None:
+        """Return how many tokens went to each expert on the ranks that are up, since each was started.
+
+        int64 [layers with experts, experts]; None for a model without experts.
+        """
+        dispatcher, _ = self._running()
+        return await dispatcher.expert_loads()
+
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not finished."""
@@ -235,6 +246,7 @@ class AsyncEngine:
             self._dispatcher = dispatcher
             dispatcher.on_outputs = self._deliver
             dispatcher.on_change = self._on_change
+            dispatcher.on_failure = self._end
             self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))
             limits = await dispatcher.ready()
         except OctavoError as error:
@@ -299,6 +311,8 @@ class AsyncEngine:
             self._end(dispatcher.failure)
 
     def _end(self, reason: str) -> None:
+        if self._stopping or self.error is not None:
+            return
         logger.error("%s", reason)
         self.error = reason
         self.metrics.stopped()

@@ -112,8 +112,8 @@ class LoadView:
         return RankLoads(
             self._up,
             np.where(known, self._waiting, 0),
-            np.where(known, self._running, self._open),
-            np.where(known, self._sent, 0),
+            np.where(known, self._running, 0),
+            np.where(known, self._sent, self._open),
             np.where(known, self._free_blocks, 0),
             np.where(known, self._num_blocks, 0),
         )
