@@ -195,6 +195,6 @@ def differences(ours: Sequence[Answer], right: Sequence[Answer]) -> dict[int, st
 
 
 def tokens_of(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Return the prompt and the generated tokens that the answers count."""
-    usages = [answer["usage"] for answer in answers]
-    return sum(use["prompt_tokens"] for use in usages), sum(use["completion_tokens"] for use in usages)
+    """Return the prompt and the generated tokens of the answers; a prompt runs once for each sample."""
+    prompts = sum(answer["usage"]["prompt_tokens"] * len(answer["choices"]) for answer in answers)
+    return prompts, sum(answer["usage"]["completion_tokens"] for answer in answers)

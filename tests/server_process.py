@@ -24,7 +24,9 @@ class Server:
     ) -> None:
         """Start it and, with `wait`, wait until it is ready."""
         command = [str(Path(sys.executable).parent / "octavo-serve"), str(model), "--port", "0"]
-        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            [*command, *flags], stderr=subprocess.PIPE, text=True, env=environment
+        )
         self.lines: list[str] = []
         """What it has logged."""
         self.url = self._wait_for(r"listening on (http://\S+),")[1]

@@ -77,7 +77,6 @@ def assert_nothing_lost(
         at.append(time.monotonic())
         fault(load)
 
-    resumed = server.logged("go on elsewhere")
     with Counters(server) as counters:
         answers, _ = run_with(server, bodies, timed)
         server.wait_until_up(ranks)
@@ -87,7 +86,6 @@ def assert_nothing_lost(
     assert counters.fallen == []
     assert_counted(server, before, answers)
     assert server.process.poll() is None
-    del resumed
     return seconds
 
 
@@ -98,5 +96,6 @@ def assert_counted(server: ParallelServer, before: Counts, answers: Sequence[Ans
     def grown(name: str) -> float:
         return total(after, name) - total(before, name)
 
-    assert grown("octavo_request_success_total") == len(answers)
-    assert (grown("octavo_prompt_tokens_total"), grown("octavo_generation_tokens_total")) == tokens_of(answers)
+    names = ("request_success", "prompt_tokens", "generation_tokens")
+    counted = [grown(f"octavo_{name}_total") for name in names]
+    assert counted == [len(answers), *tokens_of(answers)]
