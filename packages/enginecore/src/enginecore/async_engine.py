@@ -267,7 +267,7 @@ class AsyncEngine:
         processed = frontend.process(outputs)
         if processed.stopped:
             dispatcher.abort(processed.stopped)
-        self.metrics.record(outputs, processed.changed, rank)
+        self.metrics.record(outputs, processed, rank)
         for state in processed.changed:
             _, stream = self._unfinished[state.request.request_id]
             if state.has_output:
