@@ -34,7 +34,7 @@ SIBLINGS = {
 """The packages, and which others their tests import."""
 
 NEEDED_BY_TESTS = {
-    "collectives": ("numpy>=1.26",),
+    "collectives": ("numpy>=1.26", "pyzmq>=26.2"),
     "enginecore": (
         *(f"{ROOT}/apps/serve", f"{ROOT}/apps/offline", "httpx>=0.28", "ray>=2.40"),
         "transformers>=5.24,<6",  # to compare with; the engine itself does not import it
