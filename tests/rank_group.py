@@ -93,6 +93,14 @@ class RankGroup:
         self._coordinator.end()
         self._coordinator = self._start_coordinator()
 
+    def suspend(self, rank: int) -> None:
+        """Stop a core's process until `resume`."""
+        psutil.Process(self._cores[rank].process.pid).suspend()
+
+    def resume(self, rank: int) -> None:
+        """Let a core's process go on."""
+        psutil.Process(self._cores[rank].process.pid).resume()
+
     def status(self) -> Status:
         """Return the coordinator's."""
         status = ask_status(self.address)

@@ -5,27 +5,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
-LIMIT_S = 60
+LIMIT_S = 120
 """Seconds after which waiting for a process or a state is given up, on the slowest machine."""
 
 
 class Server:
     """`octavo-serve` on a free port; `ready` when the model is loaded."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
+    def __init__(
+        self, model: Path, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True
+    ) -> None:
+        """Start it and, with `wait`, wait until it is ready."""
         command = [str(Path(sys.executable).parent / "octavo-serve"), str(model), "--port", "0"]
-        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [*command, *flags], stderr=subprocess.PIPE, text=True, env=environment
+        )
         self.lines: list[str] = []
         """What it has logged."""
         self.url = self._wait_for(r"listening on (http://\S+),")[1]
-        self._wait_for("ready on")
+        if wait:
+            self._wait_for("ready on")
         # Read on, since a full pipe would stop it.
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()

@@ -24,7 +24,8 @@ PATH = {
     "`enginecore/frontend`: front-end, output processor, stream, text, OpenAI's format": [
         f"{_ENGINE}/frontend"
     ],
-    "`enginecore/core`, `executor`: loop, process, client, step records, in-process executor": [
+    "`enginecore/data_parallel`: dispatcher, routing, coordinator, waves": [f"{_ENGINE}/data_parallel"],
+    "`enginecore/core`, `executor`: loop, process, supervisor, step records, in-process executor": [
         f"{_ENGINE}/core",
         *(f"{_ENGINE}/executor/{name}.py" for name in ("executor", "step", "messages", "inproc")),
     ],

@@ -224,13 +224,19 @@ class TestWaves:
         made.receive(b"0", NeedWave(0, 0), 0.1)
         assert told(made.receive(b"1", registration(1, wave=3), 0.2)) == {b"0": 4, b"1": 4}
 
-    def test_ranks_that_were_registered_before_run_once_after_a_restart_of_the_coordinator(self):
-        """One of them may wait in a wave of which the other was not told before the coordinator died."""
+    def test_ranks_that_were_registered_before_run_twice_after_a_restart_of_the_coordinator(self):
+        """One may wait in a wave of which the other was not told before the coordinator died.
+
+        That may be the wave after the one that they had both seen end, or the one after that, if they were
+        still in the first of these.
+        """
         made = Coordinator(0.0)
         assert told(made.receive(b"1", registration(1, wave=4, again=True), 0.0)) == {b"1": 5}
         assert told(made.receive(b"0", registration(0, wave=4, again=True), 0.1)) == {b"0": 5}
         made.receive(b"0", WaveEnded(0, 5, 32, 32), 0.2)
-        assert made.receive(b"1", registration(1, wave=5, again=True), 0.3) == []
+        assert told(made.receive(b"1", registration(1, wave=5, again=True), 0.3)) == {b"1": 6}
+        assert made.receive(b"1", WaveEnded(1, 6, 32, 32), 0.4) == []
+        assert made.receive(b"1", registration(1, wave=6, again=True), 0.5) == []
 
     def test_signs_of_life_start_nothing(self):
         made = lockstep(0, 0)

@@ -3,6 +3,7 @@
 import json
 import random
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 import byte_tokenizer
 from checkpoints import llama_config, mixtral_config, qwen3_moe_config, save_random
 from collectives import ExpertPlacement, load_placements, save_placements
-from cores import Ask, run, start_core
+from cores import Ask, message, run, start_core
 from enginecore import LLM, SamplingParams
 from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.errors import ConfigError
 from enginecore.executor.executor import make_executor
+from enginecore.executor.step import empty_step
 from enginecore.model_files import locate
 from executors import Smaller, assert_same, options, ragged_asks
 
@@ -86,6 +88,32 @@ def test_loads_are_counted_once_and_from_the_first_request(tmp_path):
     # The last token is sampled and never run; each goes to two experts.
     assert core.expert_loads().sum(1).tolist() == [2 * (3 + 4 - 1)] * 2
     assert start_core(save_random(llama_config(), tmp_path / "dense")).expert_loads() is None
+
+
+@pytest.mark.parametrize("unfinished", [None, False, True])
+def test_a_step_without_rows_changes_nothing(folder, unfinished):
+    """Between two steps of a request, on the only rank that has experts."""
+    config = options(folder / "mixtral", enable_expert_parallel=True)
+    executor = make_executor(config, locate(config.model))
+    core = EngineCore(config, executor)
+    core.add(0, message(0, Ask([1, 2, 3], 4)))
+    tokens = []
+    for _ in range(4):
+        tokens += core.step()[0].tokens.tolist()
+        loads = executor.expert_loads()
+        executor.submit(empty_step(unfinished))
+        output = executor.collect()
+        assert (output.step, output.tokens.tolist(), output.unfinished) == (0, [], unfinished)
+        np.testing.assert_array_equal(executor.expert_loads(), loads)
+    assert tokens == run(start_core(folder / "mixtral"), [Ask([1, 2, 3], 4)])[0].tokens
+
+
+def test_data_parallel_ranks_that_share_experts_are_not_started_one_by_one(folder):
+    config = options(folder / "mixtral", enable_expert_parallel=True, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="ranks share experts, and this engine was started by itself"):
+        make_executor(config, locate(config.model))
+    with pytest.raises(ConfigError, match=r"inproc runs 1 rank by itself, .* 2 data-parallel ranks"):
+        replace(config, distributed_executor_backend="inproc")
 
 
 @pytest.mark.slow

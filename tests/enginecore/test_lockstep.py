@@ -3,6 +3,7 @@
 from collections import deque
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,7 @@ class Engine:
         self.started = []
         """What each step since the beginning told: None, or whether there are requests."""
         self.collected = 0
+        self.waits = False
         self.inbox = deque()
         self.outbox = deque()
         self.registration = RegisterRank(
@@ -108,18 +110,17 @@ class Engine:
     def register(self):
         """Send what a link sends every second."""
         self.outbox.append(self.registration)
-        self.registration = RegisterRank(
-            **{field: getattr(self.registration, field) for field in self.registration.__struct_fields__}
-            | {"again": True, "wave": self.steps.ended}
-        )
+        self.registration = msgspec.structs.replace(self.registration, again=True)
         if self.need is not None:
             self.outbox.append(self.need)
 
     def turn(self):
-        """Speak with the coordinator, then start steps; not while a step has to be waited for."""
+        """Speak with the coordinator, start steps, and wait for the oldest if there are any."""
         for message in self.steps.messages(bool(self.requests)):
             if isinstance(message, NeedWave):
                 self.need = message
+            else:
+                self.registration = msgspec.structs.replace(self.registration, wave=message.wave)
             self.outbox.append(message)
         while self.inbox:
             message = self.inbox.popleft()
@@ -133,13 +134,11 @@ class Engine:
             empty = not self.requests
             self.started.append(self.steps.start(empty=empty, unfinished=not empty))
             self.requests = [left - 1 for left in self.requests if left > 1]
-
-    @property
-    def waits(self):
-        return self.collected < len(self.started)
+        self.waits = self.collected < len(self.started)
 
     def collect(self, answer):
         self.collected += 1
+        self.waits = False
         if answer is not None:
             self.steps.answer(answer)
 

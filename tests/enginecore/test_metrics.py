@@ -57,7 +57,7 @@ def run_one(metrics: Metrics) -> None:
             np.array([2 * step], np.int8),
             scheduled={} if step else {0: (2, 0.5)},
         )
-        metrics.record(outputs, processor.process(outputs).changed)
+        metrics.record(outputs, processor.process(outputs))
 
 
 def test_vllms_names_with_its_prefix():
@@ -152,7 +152,7 @@ def test_requests_that_run_together_count_one_by_one_between_tokens():
     for numbers in ([0, 1], [0, 1, 2], [0, 1, 2]):
         many = len(numbers)
         outputs = Outputs(np.array(numbers), np.full(many, 5, np.int32), np.zeros(many, np.int8))
-        metrics.record(outputs, processor.process(outputs).changed)
+        metrics.record(outputs, processor.process(outputs))
     found = {value.name: value for value in metrics.values()}
     itl = found["octavo_inter_token_latency_seconds"]
     assert isinstance(itl, Histogram)
@@ -181,7 +181,7 @@ def test_a_request_that_the_core_refuses_has_no_first_token():
     refused = Outputs(
         np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int8), errors={0: "too long"}
     )
-    metrics.record(refused, processor.process(refused).changed)
+    metrics.record(refused, processor.process(refused))
     found = {(value.name, value.labels.get("finished_reason")): value for value in metrics.values()}
     assert found["octavo_request_success_total", "error"].value == 1
     assert found["octavo_time_to_first_token_seconds", None].count == 0

@@ -3,12 +3,13 @@
 import random
 import time
 
+import numpy as np
 import pytest
 
-from checkpoints import mixtral_config, qwen3_moe_config, save_random
+from checkpoints import llama_config, mixtral_config, qwen3_moe_config, save_random
 from cores import Ask, run, start_core
 from enginecore import SamplingParams
-from enginecore.messages import EngineLimits
+from enginecore.messages import EngineLimits, ReportExpertLoads
 from executors import options
 from rank_group import RankGroup
 
@@ -61,10 +62,13 @@ def random_asks(count, seed=0):
 def idle(group):
     """Wait until the group is between waves, and return the coordinator's account of them."""
     until = time.monotonic() + 60
-    while (waves := group.status().waves).running:
-        assert time.monotonic() < until
+    while True:
+        status = group.status()
+        # One that was just started anew knows of nobody yet.
+        if len(status.ranks) == 2 and status.waves is not None and not status.waves.running:
+            return status.waves
+        assert time.monotonic() < until, status
         group.take(0.05)
-    return waves
 
 
 def test_a_request_on_one_rank_while_the_other_idles(model, ranks):
@@ -154,3 +158,83 @@ def test_a_coordinator_that_dies_in_a_wave_and_between_waves(model, ranks):
         ranks.add(1, 500 + in_wave, asks[1])
         assert [answer.tokens for answer in ranks.collect().values()] == expected
     idle(ranks)
+
+
+def loads_of(group):
+    """Return the loads that all ranks report together."""
+    for rank in range(2):
+        group.send(rank, ReportExpertLoads())
+    return sum(group.other(rank).tokens for rank in range(2))
+
+
+def test_expert_loads_in_a_wave_and_between_waves(model, ranks):
+    idle(ranks)
+    before = loads_of(ranks)
+    asks = random_asks(6, seed=2)
+    for number, ask in enumerate(asks):
+        ranks.add(number % 2, 600 + number, ask)
+    loads_of(ranks)
+    ranks.collect()
+    core = start_core(model, enable_prefix_caching=False)
+    run(core, asks)
+    # Prefixes from the cache are not run again: these prompts have none in common.
+    np.testing.assert_array_equal(loads_of(ranks) - before, core.expert_loads())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+        {"async_scheduling": True, "num_blocks_override": 7, "max_model_len": 100},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4, "long_prefill_token_threshold": 5},
+    ],
+    ids=["stages", "tensor parallel", "two steps under way and few blocks", "small chunks"],
+)
+def test_other_ways_to_run(more, tmp_path_factory):
+    """With few blocks requests are preempted, and wait for others to end."""
+    path = save_random(mixtral_config(), tmp_path_factory.mktemp("model"))
+    asks = random_asks(24, seed=3)
+    expected = alone(path, asks)
+    group = start(path, tmp_path_factory.mktemp("ranks"), **more)
+    try:
+        for number, ask in enumerate(asks):
+            # All but a few go to one rank.
+            group.add(number % 6 == 5, number, ask)
+        answers = group.collect()
+        idle(group)
+        group.add(1, 100, asks[0])
+        answers |= group.collect()
+        got = {number: answer.tokens for (_, number), answer in answers.items()}
+        assert [got[number] for number in range(24)] == expected
+        assert got[100] == expected[0]
+    finally:
+        assert group.close() == []
+
+
+def test_ranks_of_a_dense_model_run_by_themselves(tmp_path_factory):
+    path = save_random(llama_config(), tmp_path_factory.mktemp("model"))
+    config = options(path, data_parallel_size=2)
+    group = RankGroup(config, tmp_path_factory.mktemp("ranks"))
+    try:
+        assert [limits.lockstep for limits in group.ready()] == [False, False]
+        assert len(group.processes()) == 2  # workers are in the cores' own processes
+        group.suspend(1)
+        group.add(0, 0, Ask([4, 5], 30))
+        answers = group.collect()
+        group.resume(1)
+        assert [answer.tokens for answer in answers.values()] == alone(path, [Ask([4, 5], 30)])
+        assert group.status().waves is None
+    finally:
+        assert group.close() == []
+
+
+def test_a_dense_model_has_no_experts_to_share(tmp_path_factory):
+    path = save_random(llama_config(), tmp_path_factory.mktemp("model"))
+    config = options(path, data_parallel_size=2, enable_expert_parallel=True)
+    group = RankGroup(config, tmp_path_factory.mktemp("ranks"))
+    try:
+        said = {failed.message for failed in group.ready()}
+        assert said == {"enable_expert_parallel: the model has no experts"}
+    finally:
+        assert group.close() == []

@@ -1,12 +1,19 @@
 """The bytes of event streams."""
 
 import json
+import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from caller import Caller
 from scripted_engine import Step, say
+
+from enginecore.errors import RequestAbortedError
+from octavo_serve import responses
+from octavo_serve.app import create_app
+from octavo_serve.config import ServeConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -171,6 +178,34 @@ async def test_an_error_after_the_first_token_ends_the_stream(client, engine):
     assert error == {
         "error": {"message": "the core gave up", "type": "server_error", "param": None, "code": None}
     }
+
+
+async def test_a_queued_stream_is_kept_open_by_comments(engine, monkeypatch):
+    monkeypatch.setattr(responses, "_SECONDS_OF_SILENCE", 0.01)
+    engine.allowed = 0
+    caller = Caller(create_app(cast(Any, engine), ServeConfig()), TEXT)
+    await caller.received(3)
+    engine.allow(math.inf)
+    await caller.task
+    assert caller.messages[0]["status"] == 200
+    comments, events = caller.body.decode().rpartition(": waiting\n\n")[::2]
+    assert set(comments.split("\n\n")) <= {": waiting", ""}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks(events)) == "ab"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_error_after_comments_is_an_event(engine, monkeypatch, dies):
+    monkeypatch.setattr(responses, "_SECONDS_OF_SILENCE", 0.01)
+    engine.allowed = 0
+    caller = Caller(create_app(cast(Any, engine), ServeConfig()), TEXT)
+    await caller.received(2)
+    if dies:
+        engine.die("killed by signal 9")
+    else:
+        engine.interrupt(engine.streams[0], RequestAbortedError("shutting down"))
+    await caller.task
+    last = caller.body.decode().strip().split("\n\n")[-2]
+    assert ("killed by signal 9" if dies else '"finish_reason":"abort"') in last
 
 
 async def test_echo_comes_first(client, engine):

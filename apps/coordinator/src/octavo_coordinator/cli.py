@@ -75,6 +75,10 @@ def _serve(options: CoordinatorConfig) -> None:
 
 def _address(options: CoordinatorConfig, host_and_port: str) -> "CoordinatorAddress":
     from enginecore.data_parallel.connection import read_key, tcp_address
+    from enginecore.data_parallel.messages import CoordinatorAddress
+
+    if host_and_port.startswith("ipc://"):
+        return CoordinatorAddress(host_and_port, snapshots="")
 
     key = None if options.key_file is None else read_key(Path(options.key_file).expanduser())
     return tcp_address(host_and_port, key)

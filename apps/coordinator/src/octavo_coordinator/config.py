@@ -21,7 +21,10 @@ class CoordinatorConfig:
     write_key: str | None = _option(None, "write a new key to this file and end")
     http_port: int | None = _option(None, "port on which GET /status answers with JSON; default: none")
     status: bool = _option(False, "show what a running coordinator knows, and end")
-    address: str | None = _option(None, "host:port of the one that --status asks; default: host and port")
+    address: str | None = _option(
+        None,
+        "the one that --status asks, host:port or the ipc://… that a server logs; default: host and port",
+    )
     json: bool = _option(False, "show the status as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "least serious messages to log")
     log_format: Literal["text", "json"] = _option("text", "format of the log on standard error")

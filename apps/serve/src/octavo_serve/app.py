@@ -1,5 +1,6 @@
 """The application: routes, errors, and who may call."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,7 +13,8 @@ from octavo_serve.access import AccessLog
 from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
-from octavo_serve.routes import generate, models, status
+from octavo_serve.messages import HttpMessage
+from octavo_serve.routes import experts, generate, models, status
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _ROUTES = (
     ("GET", "/health", status.health, None),
     ("GET", "/ping", status.health, None),
     ("GET", "/version", status.version, None),
+    ("GET", "/expert_loads", experts.expert_loads, None),
+    ("POST", "/expert_placement/reload", experts.reload_placement, None),
     ("GET", "/load", status.load, None),
     ("GET", "/metrics", status.metrics, None),
 )
@@ -37,8 +41,13 @@ Endpoints read their bodies themselves, once, with msgspec; the framework is tol
 """
 
 
-def create_app(engine: "AsyncEngine", options: ServeConfig) -> FastAPI:
-    """Return the ASGI application; its `state.server` is the `ServerState` that the routes share."""
+def create_app(
+    engine: "AsyncEngine", options: ServeConfig, report: Callable[[HttpMessage], None] = lambda message: None
+) -> FastAPI:
+    """Return the ASGI application; its `state.server` is the `ServerState` that the routes share.
+
+    `report` tells the supervisor.
+    """
     paths = frozenset(path for _, path, _, _ in _ROUTES)
     middleware = [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
     if options.cors_origins:
@@ -67,7 +76,7 @@ def create_app(engine: "AsyncEngine", options: ServeConfig) -> FastAPI:
             response_model=None,
             openapi_extra=None if body is None else _body_schema(body),
         )
-    app.state.server = ServerState(engine, options)
+    app.state.server = ServerState(engine, options, report)
     return app
 
 

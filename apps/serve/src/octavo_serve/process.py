@@ -12,39 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from enginecore import EngineConfig, PipedRanks, logs
-from enginecore.data_parallel.messages import CoordinatorAddress
+from enginecore import PipedRanks, logs
 from enginecore.errors import OctavoError
-from octavo_serve.config import ServeConfig
-
-
-class HttpSettings(msgspec.Struct):
-    """Settings of an HTTP process."""
-
-    engine: EngineConfig
-    server: ServeConfig
-    listener: int
-    """Descriptor of the socket that all HTTP processes accept from."""
-    index: int
-    """Among the HTTP processes."""
-    number: int
-    """As a front-end; a process that takes another's place has another number."""
-    boards: dict[int, str]
-    """Path of each rank's board."""
-    coordinator: CoordinatorAddress | None
-    metrics: str
-    """Folder in which all HTTP processes count."""
-    log: logs.LogSettings
-
-
-class HttpReady(msgspec.Struct, tag="ready"):
-    """HTTP process to supervisor: it takes requests."""
-
-
-class HttpFailed(msgspec.Struct, tag="failed"):
-    """HTTP process to supervisor: it cannot start; `message` says why in one line."""
-
-    message: str
+from octavo_serve.messages import HttpFailed, HttpMessage, HttpSettings
 
 
 def main() -> int:
@@ -63,7 +33,7 @@ def main() -> int:
     from enginecore import AsyncEngine
     from octavo_serve.server import run
 
-    def report(message: HttpReady | HttpFailed) -> None:
+    def report(message: HttpMessage) -> None:
         output.write(msgspec.json.encode(message) + b"\n")
         output.flush()
 
@@ -80,7 +50,7 @@ def main() -> int:
 
     listener = socket.socket(fileno=settings.listener)
     try:
-        return run(listener, engine, settings.server, settings.index, lambda: report(HttpReady()))
+        return run(listener, engine, settings.server, settings.index, report, settings.started)
     except OctavoError as error:
         report(HttpFailed(str(error)))
         return 2

@@ -1,7 +1,7 @@
 """Responses that stop their work when the client goes away."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -23,35 +23,61 @@ class JsonAnswer(Response):
             await Response(body, media_type="application/json")(scope, receive, send)
 
 
-class EventStream(Response):
-    """Server-sent events. `events` is closed at the end, and when the client goes away.
+_SECONDS_OF_SILENCE = 10.0
+_WAITING = b": waiting\n\n"
+"""A comment, which clients pass over; proxies close a connection that is silent for a minute."""
 
-    Nothing is sent before the first event, so an error until then still gets a status of its own.
+
+class EventStream(Response):
+    """Server-sent events, which are closed at the end, and when the client goes away.
+
+    Nothing is sent before the first event, so an error until then still gets a status of its own; but where
+    that is long in coming, comments go out meanwhile.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, make_events: Callable[["EventStream"], AsyncGenerator[bytes, None]]) -> None:
+        """`make_events` returns the events, whose errors must be events once `started` is true."""
         super().__init__(media_type="text/event-stream")
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
         self.headers["cache-control"] = "no-cache"
         # Tells nginx not to hold events back.
         self.headers["x-accel-buffering"] = "no"
         del self.headers["content-length"]
-        self._events = events
+        self.started = False
+        """Whether the status has been sent."""
+        self._was_silent = True
+        self._sending = asyncio.Lock()
+        self._events = make_events(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await attended(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
-        started = False
+        comments = asyncio.create_task(self._send_comments(send))
         try:
             async for event in self._events:
-                if not started:
-                    started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send(send, event)
         finally:
+            comments.cancel()
+            await asyncio.wait({comments})
             await self._events.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_comments(self, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for a while."""
+        while True:
+            self._was_silent = True
+            await asyncio.sleep(_SECONDS_OF_SILENCE)
+            if self._was_silent:
+                await self._send(send, _WAITING)
+
+    async def _send(self, send: Send, body: bytes) -> None:
+        self._was_silent = False
+        async with self._sending:
+            if not self.started:
+                self.started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def attended(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

@@ -16,6 +16,7 @@ from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 from octavo_serve.listening import BACKLOG, url
+from octavo_serve.messages import HttpMessage, HttpReady
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -39,19 +40,20 @@ def run(
     make_engine: Callable[[], "AsyncEngine"],
     options: ServeConfig,
     index: int = 0,
-    on_ready: Callable[[], None] = lambda: None,
+    report: Callable[[HttpMessage], None] = lambda message: None,
+    started: int | None = None,
 ) -> int:
     """Serve on `listener` until a signal asks to stop or the engine dies; return the exit status.
 
-    `index` is this process's among those that serve on it, of which the first logs for all. `on_ready` is
-    called once requests are taken.
+    `index` is this process's among those that serve on it, of which the first logs for all. `report` tells
+    the supervisor. The server was `started` then, in seconds since the epoch; now if None.
 
     Raises:
         OctavoError: the engine could not start.
     """
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(listener, make_engine(), options, index, on_ready).run())
+        return runner.run(_Life(listener, make_engine(), options, index, report, started).run())
 
 
 class _Listener(uvicorn.Server):
@@ -71,14 +73,17 @@ class _Life:
         engine: "AsyncEngine",
         options: ServeConfig,
         index: int,
-        on_ready: Callable[[], None],
+        report: Callable[[HttpMessage], None],
+        started: int | None,
     ) -> None:
         self._level = logging.DEBUG if index else logging.INFO
         """Of what would be the same from every HTTP process."""
-        self._on_ready = on_ready
-        app = create_app(engine, options)
+        self._report = report
+        app = create_app(engine, options, report)
         self._engine = engine
         self._state: ServerState = app.state.server
+        if started is not None:
+            self._state.created = started
         self._listener = listener
         self._timeout = options.shutdown_timeout
         self._throughput = Throughput()
@@ -117,7 +122,7 @@ class _Life:
     async def _until_stop(self) -> int:
         if not await self._first_of(self._engine.ready()):
             return STOPPED
-        self._on_ready()
+        self._report(HttpReady())
         logger.log(
             self._level,
             "ready on %s: %s, at most %d tokens a request",

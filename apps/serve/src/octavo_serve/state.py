@@ -2,13 +2,14 @@
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from enginecore.frontend.openai import NoVocabulary, Vocabulary
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
+from octavo_serve.messages import HttpMessage
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine, Frontend, Request, RequestStream
@@ -17,8 +18,15 @@ if TYPE_CHECKING:
 class ServerState:
     """One server: an engine that may still be loading, and what is going on in it."""
 
-    def __init__(self, engine: "AsyncEngine", options: ServeConfig) -> None:
+    def __init__(
+        self,
+        engine: "AsyncEngine",
+        options: ServeConfig,
+        report: Callable[[HttpMessage], None] = lambda message: None,
+    ) -> None:
         self.engine = engine
+        self.report = report
+        """Tells the supervisor."""
         self.names = options.served_model_name or (engine.config.model,)
         self.created = int(time.time())
         self.draining = False

@@ -17,7 +17,7 @@ from enginecore.errors import ModelError
 from enginecore.threads import user_environment
 from octavo_serve.config import ServeConfig
 from octavo_serve.listening import url
-from octavo_serve.process import HttpFailed, HttpReady, HttpSettings
+from octavo_serve.messages import HttpFailed, HttpMessage, HttpReady, HttpSettings, ReloadExperts
 
 STOPPED = 0
 ENGINE_DIED = 1
@@ -27,7 +27,7 @@ _MOST_DEATHS, _WINDOW = 5, 300.0
 """An HTTP process that dies more often in so many seconds is not started again."""
 
 logger = logging.getLogger(__name__)
-_message = msgspec.json.Decoder(HttpReady | HttpFailed)
+_message: msgspec.json.Decoder[HttpMessage] = msgspec.json.Decoder(HttpMessage)
 
 
 def announce(listener: socket.socket, engine: EngineConfig, server: ServeConfig) -> None:
@@ -84,17 +84,19 @@ class _HttpProcess:
     def _watch(self, told: "SimpleQueue[_Told]") -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            message = _message.decode(line)
-            if isinstance(message, HttpFailed):
-                self.failure = message.message
-            else:
-                self.is_ready = True
+            match _message.decode(line):
+                case HttpFailed(message=message):
+                    self.failure = message
+                case HttpReady():
+                    self.is_ready = True
+                case ReloadExperts() as wish:
+                    told.put(wish)
         self._process.wait()
         told.put(self)
 
 
-_Told = RankEvent | _HttpProcess | signal.Signals
-"""What happens: news of a rank, the end of an HTTP process, a signal."""
+_Told = RankEvent | _HttpProcess | ReloadExperts | signal.Signals
+"""What happens: news of a rank, the end or a wish of an HTTP process, a signal."""
 
 
 class Supervisor:
@@ -109,6 +111,7 @@ class Supervisor:
         """The newest event of each rank, for HTTP processes that are started later."""
         self._processes: list[_HttpProcess] = []
         self._number = 0
+        self._began = int(time.time())
         self._deaths: deque[float] = deque()
         self._stopping = False
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,7 +140,9 @@ class Supervisor:
     def _serve(self) -> int:
         while True:
             told = self._told.get()
-            if isinstance(told, signal.Signals):
+            if isinstance(told, ReloadExperts):
+                self._ranks.reload_experts()
+            elif isinstance(told, signal.Signals):
                 self._stopping = True
                 for process in self._processes:
                     process.signal(signal.SIGTERM)
@@ -166,8 +171,9 @@ class Supervisor:
                 return None
             logger.info("stopped")
             return STOPPED
-        if status == ENGINE_DIED and self._all_out:
-            return ENGINE_DIED
+        if self._all_out:
+            # The others still tell their clients.
+            return None if self._processes else ENGINE_DIED
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         logger.error("HTTP process %d has ended (%s)", process.index, how)
         self._forget_counts(process.pid)
@@ -197,6 +203,7 @@ class Supervisor:
             boards={rank: str(path) for rank, path in self._ranks.boards.items()},
             coordinator=self._ranks.coordinator,
             metrics=str(self._metrics),
+            started=self._began,
             log=logs.current(),
         )
         self._number += 1

@@ -85,7 +85,11 @@ class AsyncEngine:
         self._made_here = MadeHere()
         self.config = config
         self.metrics = Metrics(
-            name or config.model, metrics_prefix, stats=self.rank_stats, folder=metrics_folder
+            name or config.model,
+            metrics_prefix,
+            stats=self.rank_stats,
+            ranks=config.local_ranks,
+            folder=metrics_folder,
         )
         self.error: str | None = None
         """Why the engine has ended; None while it runs."""
@@ -246,6 +250,7 @@ class AsyncEngine:
             self._dispatcher = dispatcher
             dispatcher.on_outputs = self._deliver
             dispatcher.on_change = self._on_change
+            dispatcher.on_failure = self._end
             self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))
             limits = await dispatcher.ready()
         except OctavoError as error:
@@ -266,7 +271,7 @@ class AsyncEngine:
         processed = frontend.process(outputs)
         if processed.stopped:
             dispatcher.abort(processed.stopped)
-        self.metrics.record(outputs, processed.changed, rank)
+        self.metrics.record(outputs, processed, rank)
         for state in processed.changed:
             _, stream = self._unfinished[state.request.request_id]
             if state.has_output:
@@ -310,6 +315,8 @@ class AsyncEngine:
             self._end(dispatcher.failure)
 
     def _end(self, reason: str) -> None:
+        if self._stopping or self.error is not None:
+            return
         logger.error("%s", reason)
         self.error = reason
         self.metrics.stopped()

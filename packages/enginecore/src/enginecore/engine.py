@@ -181,7 +181,7 @@ class LLMEngine:
 
     def _process(self, outputs: Outputs) -> None:
         processed = self.frontend.process(outputs)
-        self._metrics.record(outputs, processed.changed)
+        self._metrics.record(outputs, processed)
         self._unreturned += [state.output() for state in processed.changed if state.has_output]
         if processed.stopped:
             self._core.abort(0, processed.stopped)

@@ -236,6 +236,8 @@ class RankOut(msgspec.Struct, tag="out"):
 
     rank: int
     reason: str
+    ever_up: bool = True
+    """Whether it has ever loaded the model."""
 
 
 RankEvent = RankUp | RankDown | RankOut

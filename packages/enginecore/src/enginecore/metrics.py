@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -29,7 +29,7 @@ from enginecore.errors import ConfigError
 from enginecore.messages import STEP_BOUNDS, EngineLimits, EngineStats, Outputs
 
 if TYPE_CHECKING:
-    from enginecore.frontend.output_processor import RequestState
+    from enginecore.frontend.output_processor import Processed, RequestState
 
 PREFIX = "octavo_"
 """Of all names, unless another is asked for; with `vllm:` the names are vLLM's."""
@@ -112,9 +112,10 @@ class Metrics:
         prefix: str = PREFIX,
         *,
         stats: Callable[[], Mapping[int, EngineStats]] = dict,
+        ranks: Sequence[int] = (0,),
         folder: str | None = None,
     ) -> None:
-        """`stats` returns the state of each rank; counters count from the start of the whole.
+        """`stats` returns the state of each of `ranks`; counters count from the start of the whole.
 
         The environment variable PROMETHEUS_MULTIPROC_DIR must have been `folder` when Python was started.
 
@@ -147,6 +148,9 @@ class Metrics:
             [*_LABELS, "finished_reason"],
             registry=self._registry,
         )
+        # Not as the ranks count them: those of a step that died with its rank are generated again.
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ran")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._http = prometheus_client.Counter(
             "http_requests",
             "HTTP requests answered, by method, route and status",
@@ -162,7 +166,9 @@ class Metrics:
         # Of several processes any may be asked: their parent stands for all.
         pid = (lambda: "self") if folder is None else os.getppid
         self._process = prometheus_client.ProcessCollector(pid=pid, registry=None)
-        self._rank(0)
+        self._first = ranks[0]
+        for rank in ranks:
+            self._rank(rank)
 
     def loaded(self, config: EngineConfig, limits: EngineLimits) -> None:
         """Tell of a model that is ready."""
@@ -199,14 +205,16 @@ class Metrics:
         """Show nothing as running: the engine has ended."""
         self._up.clear()
 
-    def record(self, outputs: Outputs, changed: Iterable["RequestState"], rank: int = 0) -> None:
-        """Take in a step's outputs, and the requests that they changed."""
+    def record(self, outputs: Outputs, processed: "Processed", rank: int = 0) -> None:
+        """Take in a step's outputs, and what they have changed."""
         mine = self._rank(rank)
+        mine.prompt_tokens.inc(processed.prompt_tokens)
+        mine.generation_tokens.inc(processed.generated_tokens)
         for _, waited in outputs.scheduled.values():
             mine.queue_time.observe(waited)
         now = time.time()
         since: dict[float, int] = {}
-        for state in changed:
+        for state in processed.changed:
             if state.last_token_time is None:
                 # A request that the core refused ends without a token.
                 if state.metrics.first_token_time is not None:
@@ -223,7 +231,7 @@ class Metrics:
 
     def ended_early(self, state: "RequestState", reason: str) -> None:
         """Count a request that ended without its last output."""
-        self._rank(0).end(state, reason, time.time())
+        self._rank(self._first).end(state, reason, time.time())
 
     def answered(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request; `handler` is its route's path, not the client's."""
@@ -271,6 +279,9 @@ class Metrics:
             self._ranks[rank] = _RankMetrics(self, [self._model, str(rank)])
         return self._ranks[rank]
 
+    def _counter(self, name: str, text: str) -> prometheus_client.Counter:
+        return prometheus_client.Counter(f"{self._prefix}{name}", text, _LABELS, registry=self._registry)
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> "_Histogram":
         return _Histogram(f"{self._prefix}{name}", text, _LABELS, registry=self._registry, buckets=buckets)
 
@@ -288,6 +299,8 @@ class _RankMetrics:
     """What is counted of the requests that one rank ran."""
 
     def __init__(self, metrics: Metrics, labels: Sequence[str]) -> None:
+        self.prompt_tokens = metrics.prompt_tokens.labels(*labels)
+        self.generation_tokens = metrics.generation_tokens.labels(*labels)
         self.ttft = metrics.ttft.labels(*labels)
         self.itl: Any = metrics.itl.labels(*labels)
         self.queue_time = metrics.queue_time.labels(*labels)
@@ -361,8 +374,6 @@ def engine_families(
         ("num_preemptions", "Preempted requests", "preemptions"),
         ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
-        ("prompt_tokens", "Prompt tokens of requests that ran", "prompt_tokens"),
-        ("generation_tokens", "Tokens generated", "generation_tokens"),
     )
     known = dict(stats) or {0: EngineStats()}
     alive = GaugeMetricFamily(f"{prefix}engine_up", "1 while the rank is loaded and runs", labels=_LABELS)

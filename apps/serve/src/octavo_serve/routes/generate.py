@@ -37,7 +37,9 @@ class _Job(NamedTuple):
 
     def response(self) -> Response:
         """Return the response, streamed if the body asks for that."""
-        return EventStream(_events(self)) if self.body.stream else JsonAnswer(_whole_answer(self))
+        if self.body.stream:
+            return EventStream(lambda response: _events(self, response))
+        return JsonAnswer(_whole_answer(self))
 
 
 async def create_completion(http: HttpRequest) -> Response:
@@ -143,10 +145,9 @@ async def _whole_answer(job: _Job) -> bytes:
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
 
 
-async def _events(job: _Job) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events; an error is raised while none was yielded, and is an event later."""
+async def _events(job: _Job, response: EventStream) -> AsyncGenerator[bytes, None]:
+    """Yield a stream's events; an error is raised while nothing was sent, and is an event later."""
     chunks = job.chunks()
-    started = False
     try:
         with openai.blaming(job.body):
             async with job.server.open_stream(job.requests) as stream:
@@ -155,14 +156,13 @@ async def _events(job: _Job) -> AsyncGenerator[bytes, None]:
                     _raise_failure(output)
                     events = chunks.encode(index, output)
                     if events:
-                        started = True
                         yield events
     except RequestAbortedError:
-        if not started:
+        if not response.started:
             raise
         yield chunks.abort()
     except Exception as error:
-        if not started:
+        if not response.started:
             raise
         yield error_event(as_api_error(error))
         return

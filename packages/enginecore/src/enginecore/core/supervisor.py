@@ -78,14 +78,18 @@ class RankSupervisor:
         self._telling = threading.Lock()
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        woken, self._wake = os.pipe()
-        self._selector.register(woken, selectors.EVENT_READ)
+        self._woken, self._wake = os.pipe()
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self.coordinator = _coordinator_address(config, self.folder)
         """Where ranks report their loads; None with one rank."""
         self._coordinator: CoordinatorChild | None = None
         """The coordinator, where it is not that of several servers."""
         if self.coordinator is not None and config.coordinator is None:
+            logger.info("coordinator at %s", self.coordinator.reports)
             self._start_coordinator(self.coordinator)
+        self._placements = [_kept_placement(config, self.folder)]
+        """Files with the placement of experts, the one in use last; None for an even one."""
+        self._reload = False
         ranks = config.local_ranks
         self._ranks = [
             _Rank(RankPlace(rank, index, len(ranks)), self.folder / f"board-{rank}")
@@ -111,6 +115,14 @@ class RankSupervisor:
                 listener(event)
             self._untold.clear()
 
+    def reload_experts(self) -> None:
+        """Read the file of the option expert_placement again, and start all ranks again with what it says.
+
+        Their requests go on. A placement with which the ranks do not start is given up for the one before.
+        """
+        self._reload = True
+        os.write(self._wake, b"r")
+
     def stop(self) -> None:
         """End all ranks, and wait for that."""
         self._stopping = True
@@ -135,6 +147,11 @@ class RankSupervisor:
                     self._read(key.data)
                 elif isinstance(key.data, CoordinatorChild):
                     self._read_coordinator(key.data)
+                else:
+                    os.read(self._woken, 64)
+            if self._reload:
+                self._reload = False
+                self._reload_experts()
             if time.monotonic() - looked >= self._seconds_between_looks:
                 self._look_for_hangs()
                 looked = time.monotonic()
@@ -146,7 +163,7 @@ class RankSupervisor:
 
     def _start(self, state: _Rank) -> None:
         Board.prepare(state.board, self._rows)
-        config = self._config
+        config = replace(self._config, expert_placement=self._placements[-1])
         if state.limits is not None:
             # What the first start found out, and not what memory happens to be free now.
             limits = state.limits
@@ -191,6 +208,8 @@ class RankSupervisor:
             place = state.place
             if place.incarnation:
                 logger.info("rank %d is up again", place.rank)
+            if all(other.is_up for other in self._ranks):
+                del self._placements[:-1]
             self._tell(RankUp(place.rank, place.incarnation, process.address, process.ready.limits))
         if not goes_on:
             self._on_end(state, process)
@@ -213,7 +232,11 @@ class RankSupervisor:
                     self._take_down(other, other.process)
                     self._tell_down(other, said, [], alone=False)
                     group.append(other)
-        if state.limits is None or self._config.max_rank_restarts == 0:
+        if len(self._placements) > 1 and process.ready is None:
+            logger.error("the new placement of experts is given up: %s", reason)
+            self._placements.pop()
+            self._restart(group)
+        elif state.limits is None or self._config.max_rank_restarts == 0:
             self._give_up(group, reason)
         elif early > self._config.max_rank_restarts:
             self._give_up(group, f"{reason} (the last of {early} early ends in {_WINDOW / 60:g} minutes)")
@@ -236,7 +259,7 @@ class RankSupervisor:
     def _give_up(self, group: Iterable[_Rank], reason: str) -> None:
         for state in group:
             logger.error("rank %d is not started again: %s", state.place.rank, reason)
-            self._tell(RankOut(state.place.rank, reason))
+            self._tell(RankOut(state.place.rank, reason, ever_up=state.limits is not None))
 
     def _restart(self, group: Iterable[_Rank]) -> None:
         for state in group:
@@ -246,6 +269,20 @@ class RankSupervisor:
             )
             logger.info("starting rank %d again", place.rank)
             self._start(state)
+
+    def _reload_experts(self) -> None:
+        self._placements.append(_kept_placement(self._config, self.folder))
+        running = [state for state in self._ranks if state.process is not None]
+        logger.info(
+            "starting all ranks again with the placement of experts in %s", self._config.expert_placement
+        )
+        said = "the placement of experts is read again"
+        for state in running:
+            if state.process is not None:
+                state.process.kill(said)
+                self._take_down(state, state.process)
+                self._tell_down(state, said, [], alone=False)
+        self._restart(running)
 
     def _look_for_hangs(self) -> None:
         for state in self._ranks:
@@ -276,3 +313,15 @@ def _coordinator_address(config: EngineConfig, folder: Path) -> CoordinatorAddre
     if config.data_parallel_size == 1:
         return None
     return CoordinatorAddress(f"ipc://{folder}/reports", f"ipc://{folder}/snapshots")
+
+
+def _kept_placement(config: EngineConfig, folder: Path) -> str | None:
+    """Copy the file that places experts, so that all ranks have the same whenever they start."""
+    if config.expert_placement is None:
+        return None
+    kept = folder / f"placement-{time.monotonic_ns()}.json"
+    try:
+        shutil.copyfile(config.expert_placement, kept)
+    except OSError:
+        return config.expert_placement  # which the ranks cannot read either, and say so
+    return str(kept)

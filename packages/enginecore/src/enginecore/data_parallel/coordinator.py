@@ -169,8 +169,7 @@ class Coordinator:
             return []
         if isinstance(message, NeedWave):
             return self._start_wave(waves, waves.need(message))
-        waves.end(message)
-        return []
+        return self._start_wave(waves, waves.end(message))
 
     def _take(self, rank: _Rank, report: LoadReport, now: float) -> None:
         before, rank.report = rank.report, report

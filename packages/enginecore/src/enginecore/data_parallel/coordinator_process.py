@@ -65,6 +65,7 @@ class CoordinatorServer:
         self._context = zmq.Context()
         self._gate = None if key is None else Gate(self._context, key)
         self._reports = self._context.socket(zmq.ROUTER)
+        # No limit: libzmq (4.3.5) aborts when a peer goes whose input waits for room. Ranks limit their rate.
         self._reports.setsockopt(zmq.RCVHWM, 0)
         self._snapshots = self._context.socket(zmq.PUB)
         # A front-end that does not read misses snapshots; it reads the newest in any case.

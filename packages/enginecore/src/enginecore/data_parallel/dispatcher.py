@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from enginecore.core.client import CoreClient
@@ -82,18 +83,22 @@ class Dispatcher:
         """Ranks that have ended, and why: they are being started again."""
         self.out: dict[int, str] = {}
         """Ranks that are not started again, and why."""
+        self._never_loaded: str | None = None
+        """Why a rank could not load the model."""
         self.on_outputs: Callable[[int, Outputs], None] = lambda rank, outputs: None
         """Called with each rank's outputs."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a rank is up, down or out."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called when this front-end cannot go on."""
         self._loads = LoadView(self._all, number)
         self._prefixes: PrefixView | None = None
         """Where the rank is chosen by what it has cached."""
         self._follows_prefixes = follow_prefixes
         self._rank_of: dict[int, int] = {}
         """By number of a request's sample that has not finished."""
-        self._waiting: list[list[AddRequest]] = []
-        """What found no rank up."""
+        self._waiting: list[tuple[float, list[AddRequest]]] = []
+        """What found no rank up, and since when, in seconds of the monotonic clock."""
         self._deaths: Counter[int] = Counter()
         """By number: steps that ended a core with it."""
         self._changed = asyncio.Event()
@@ -114,12 +119,15 @@ class Dispatcher:
     async def ready(self) -> EngineLimits:
         """Wait until all ranks have loaded the model, and return its limits.
 
+        Ranks that had loaded it and have ended are not waited for, if there is another.
+
         Raises:
-            ModelError: one could not.
+            ModelError: one could not load it, or none is left.
         """
-        while len(self._up) < len(self._all):
-            if self.out:
-                raise ModelError(next(iter(self.out.values())))
+        while not self._up or len(self._up) + len(self.down) + len(self.out) < len(self._all):
+            reason = self._never_loaded or self.failure
+            if reason is not None:
+                raise ModelError(reason)
             self._changed.clear()
             await self._changed.wait()
         limits = self._frontend.limits
@@ -136,6 +144,7 @@ class Dispatcher:
             case RankOut(rank=rank, reason=reason):
                 self.down.pop(rank, None)
                 self.out[rank] = reason
+                self._never_loaded = self._never_loaded or (None if event.ever_up else reason)
         self._changed.set()
         self.on_change()
 
@@ -144,14 +153,14 @@ class Dispatcher:
         now = time.monotonic()
         rank = self._loads.choose(now, self._cached_tokens(messages[0]))
         if rank is None:
-            self._waiting.append(list(messages))
+            self._waiting.append((now, list(messages)))
             return
         for message in messages:
             self._rank_of[message.number] = rank
             self._loads.sent(rank, now)
             self._up[rank].client.send(message)
 
-    def abort(self, numbers: Iterable[int]) -> None:
+    def abort(self, numbers: Sequence[int]) -> None:
         """Let ranks forget samples."""
         by_rank: dict[int, list[int]] = {}
         for number in numbers:
@@ -162,14 +171,19 @@ class Dispatcher:
             self._up[rank].client.send(AbortRequests(mine))
         if self._waiting:
             dropped = set(numbers)
-            kept = ([message for message in some if message.number not in dropped] for some in self._waiting)
-            self._waiting = [some for some in kept if some]
+            kept = (
+                (since, [message for message in messages if message.number not in dropped])
+                for since, messages in self._waiting
+            )
+            self._waiting = [entry for entry in kept if entry[1]]
 
     def _cached_tokens(self, message: AddRequest) -> NDArray[np.int64] | None:
         """Return the tokens of a request that each rank has cached; None where that does not count."""
         view, limits = self._prefixes, self._frontend.limits
         if view is None or limits is None:
             return None
+        if limits.dynamic_length is not None and len(message.prompt) > limits.dynamic_length:
+            return None  # it shares no prefix with any other
         return view.cached_tokens(prompt_keys(message.prompt, limits.block_size, message.cache_salt))
 
     def broadcast(self, message: FrontendMessage) -> None:
@@ -209,8 +223,9 @@ class Dispatcher:
                 self._prefixes = PrefixView(self._all, event.limits.block_size)
             client.send(FollowPrefixes())
         waiting, self._waiting = self._waiting, []
-        for messages in waiting:
-            self.send(messages)
+        now = time.monotonic()
+        for since, messages in waiting:
+            self.send([replace(message, age=message.age + now - since) for message in messages])
 
     def _on_down(self, event: RankDown) -> None:
         self.down[event.rank] = event.reason
@@ -274,10 +289,11 @@ class Dispatcher:
                         self._up[rank].expert_loads.put_nowait(message)
                     case KVEvents() if self._prefixes is not None:
                         self._prefixes.update(rank, message)
-            except Exception:
+            except Exception as error:
                 # Whoever waits for them must not wait for ever.
                 logger.exception("outputs of rank %d cannot be read", rank)
-                raise
+                self.on_failure(f"outputs of rank {rank} cannot be read: {type(error).__name__}: {error}")
+                return
 
     def _take_outputs(self, rank: int, outputs: Outputs) -> None:
         for number in outputs.numbers[outputs.finished != 0].tolist():

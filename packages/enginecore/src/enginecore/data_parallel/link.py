@@ -32,7 +32,9 @@ from enginecore.data_parallel.messages import (
 )
 
 _REPORT_INTERVAL = 0.02
-"""Least seconds from one load report to the next."""
+"""Least seconds from one load report of a rank to the next."""
+_REPORT_RATE = 25_000
+"""Most load reports a second of all ranks together: from 500 ranks on, each reports less often."""
 _RETRY = 0.1
 """Seconds until what could not be sent, for want of a connection, is sent again."""
 
@@ -72,6 +74,7 @@ class RankLink:
         self.socket = self._channel.socket
         self._decoder: Decoder[ToRank] = Decoder(ToRank)
         self._registration = registration
+        self._interval = max(_REPORT_INTERVAL, registration.num_ranks / _REPORT_RATE)
         self._register_at = 0.0
         self._report_at = 0.0
         self._reported: tuple[int, ...] = ()
@@ -132,7 +135,7 @@ class RankLink:
             self._register_at = now + (SIGN_OF_LIFE if self._register() else _RETRY)
         load = self._changed()
         if load is not None and now >= self._report_at:
-            self._report_at = now + _REPORT_INTERVAL
+            self._report_at = now + self._interval
             if self._channel.send(load):
                 self._reported = _measures(load)
 

@@ -10,8 +10,8 @@ class Waves:
     idle otherwise. They agree among themselves when a wave ends, so that the word of one rank, in whichever
     message, tells of all: the highest number of ended waves that any has named holds.
 
-    `register` and `need` return the ranks to be sent `StartWave(started)`. A rank that has begun that wave or
-    a later one passes it over, so it may be sent too often but never too seldom.
+    `register`, `need` and `end` return the ranks to be sent `StartWave(started)`. A rank that has begun that
+    wave or a later one passes it over, so it may be sent too often but never too seldom.
     """
 
     def __init__(self, group: int, num_ranks: int) -> None:
@@ -23,7 +23,8 @@ class Waves:
         self._num_ranks = num_ranks
         self._ready: set[int] = set()
         self._wanted = False
-        self._began_one = False
+        self._certain_from = 0
+        """Up to this wave, an earlier coordinator may have announced one to some of the ranks only."""
 
     @property
     def running(self) -> bool:
@@ -39,9 +40,12 @@ class Waves:
         self._ready.add(message.rank)
         lost_count = self.running and wave > self.started
         self._note_end(wave)
-        if lost_count or (is_new and message.again and not self._began_one):
-            # Others may be in a wave of which this rank, or the coordinator, has not heard. An empty wave
-            # costs a few steps, a rank that waits for another costs everything.
+        if is_new and message.again and not self._certain_from:
+            # Others may be in the wave after this, of which this rank, or the coordinator, has not heard; or
+            # all may still be in that, and some know of the next. Empty waves cost a few steps each, a rank
+            # that waits for another costs everything.
+            self._certain_from = wave + 2
+        if lost_count or self._is_uncertain:
             return self._start()
         if self._wanted and self._is_complete:
             return self._start()
@@ -54,15 +58,16 @@ class Waves:
         self._note_end(message.wave)
         if self.running:
             return sorted(self._ready)
-        self._wanted = not self._is_complete
+        self._wanted = not (self._is_complete or self._is_uncertain)
         return [] if self._wanted else self._start()
 
-    def end(self, message: WaveEnded) -> None:
+    def end(self, message: WaveEnded) -> list[int]:
         """Take a rank's word that a wave has ended."""
         if message.rank in self._ready and message.wave > self.ended:
             self._note_end(message.wave)
             self.steps += message.steps
             self.empty += message.empty
+        return self._start() if self._is_uncertain else []
 
     def status(self) -> WaveStatus:
         """Return what `Status` tells of the waves."""
@@ -72,9 +77,13 @@ class Waves:
     def _is_complete(self) -> bool:
         return len(self._ready) >= self._num_ranks
 
+    @property
+    def _is_uncertain(self) -> bool:
+        """Whether the next wave is to be started though nobody has asked for it."""
+        return not self.running and self.started < self._certain_from
+
     def _start(self) -> list[int]:
         self._wanted = False
-        self._began_one = True
         self.started = self.ended + 1
         return sorted(self._ready)
 

@@ -245,6 +245,9 @@ class Processed(NamedTuple):
     """Requests that got a token or ended."""
     stopped: list[int]
     """Numbers whose sample ended in a stop string, which the core does not know: it must drop them."""
+    prompt_tokens: int
+    """Of samples that have begun to run."""
+    generated_tokens: int
 
 
 class OutputProcessor:
@@ -299,11 +302,13 @@ class OutputProcessor:
 
     def process(self, outputs: Outputs) -> Processed:
         """Take one step's outputs; numbers that are not known are passed over: they were aborted."""
+        prompt_tokens = generated_tokens = 0
         for number, (num_cached, waited) in outputs.scheduled.items():
             sample = self._samples.get(number)
             if sample is None or sample.was_scheduled:
                 continue
             sample.was_scheduled = True
+            prompt_tokens += len(sample.message.prompt)
             if sample.index == 0:
                 sample.request.num_cached_tokens = num_cached
                 sample.request.metrics.time_in_queue = waited
@@ -320,6 +325,7 @@ class OutputProcessor:
             if number in logprobs:
                 sample.append_logprobs(logprobs[number].pop(0))
             sample.append(token, code)
+            generated_tokens += 1
             changed[sample.request] = None
             if sample.finish_reason is not None:
                 self._finish(number)
@@ -332,7 +338,7 @@ class OutputProcessor:
                 sample.end("error", message)
                 changed[sample.request] = None
                 self._finish(number)
-        return Processed(list(changed), stopped)
+        return Processed(list(changed), stopped, prompt_tokens, generated_tokens)
 
     def abort(self, request_id: str) -> list[int]:
         """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""
