@@ -17,8 +17,8 @@ from enginecore.metrics import Metrics
 from enginecore.sampling_params import SamplingParams
 
 rank = int(sys.argv[1])
-stats = {0: EngineStats(running=2, generation_tokens=7), 1: EngineStats(running=1)}
-metrics = Metrics("tiny", stats=lambda: stats, folder=os.environ["PROMETHEUS_MULTIPROC_DIR"])
+stats = {0: EngineStats(running=2, preemptions=7), 1: EngineStats(running=1)}
+metrics = Metrics("tiny", stats=lambda: stats, ranks=(0, 1), folder=os.environ["PROMETHEUS_MULTIPROC_DIR"])
 for one in stats:
     metrics.rank_up(one)
 processor = OutputProcessor(None)
@@ -32,7 +32,7 @@ for line in sys.stdin:
                 message = AddRequest(processor.new_number(), np.array([1], np.int32), 1, sampling)
                 processor.add(Request(str(number), Prompt(None, [1]), params), (), [message])
                 outputs = Outputs(np.array([message.number]), np.array([5], np.int32), np.array([2], np.int8))
-                metrics.record(outputs, processor.process(outputs).changed, rank)
+                metrics.record(outputs, processor.process(outputs), rank)
                 number += 1
                 metrics.answered("POST", "/v1/completions", 200)
         case ["enter"]:
@@ -84,10 +84,11 @@ def processes(tmp_path):
 
 
 def counted(series: dict[str, float]) -> tuple[float, ...]:
-    """Return requests of each rank, first tokens of each, and HTTP requests."""
+    """Return requests of each rank, first tokens and all tokens of each, and HTTP requests."""
     success = 'octavo_request_success_total{{engine="{}",finished_reason="length",model_name="tiny"}}'
     ttft = 'octavo_time_to_first_token_seconds_count{{engine="{}",model_name="tiny"}}'
-    ranks = [series[name.format(rank)] for name in (success, ttft) for rank in range(2)]
+    tokens = 'octavo_generation_tokens_total{{engine="{}",model_name="tiny"}}'
+    ranks = [series[name.format(rank)] for name in (success, ttft, tokens) for rank in range(2)]
     http = 'http_requests_total{handler="/v1/completions",method="POST",status="200"}'
     return (*ranks, series[http])
 
@@ -98,16 +99,16 @@ def test_counts_are_right_whichever_process_answers_and_survive_its_death(proces
     second.tell("run 5")
     for process in (first, second, first):
         shown = process.tell("show")
-        assert counted(shown) == (3, 5, 3, 5, 8)
+        assert counted(shown) == (3, 5, 3, 5, 3, 5, 8)
         # What ranks count stands once, not once a process.
-        assert shown['octavo_generation_tokens_total{engine="0",model_name="tiny"}'] == 7
+        assert shown['octavo_num_preemptions_total{engine="0",model_name="tiny"}'] == 7
         assert shown['octavo_num_requests_running{engine="1",model_name="tiny"}'] == 1
         assert not any(re.search(r"\bpid=", series) for series in shown)
     assert second.tell("die") == {}
-    assert counted(first.tell("run 1")) == (4, 5, 4, 5, 9)
+    assert counted(first.tell("run 1")) == (4, 5, 4, 5, 4, 5, 9)
     third = Process(tmp_path, 1)
     try:
-        assert counted(third.tell("run 2")) == (4, 7, 4, 7, 11)
+        assert counted(third.tell("run 2")) == (4, 7, 4, 7, 4, 7, 11)
     finally:
         third.end()
 

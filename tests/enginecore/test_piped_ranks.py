@@ -26,7 +26,7 @@ def test_events_come_in_order_and_the_end_of_the_pipe_is_told_last():
         told.append("end")
         ended.set()
 
-    with open(reading, "rb") as source, open(writing, "wb") as sink:
+    with os.fdopen(reading, "rb") as source, os.fdopen(writing, "wb") as sink:
         ranks = PipedRanks({1: Path("board-1")}, None, source, on_end)
         ranks.listen(told.append)
         for event in events:
