@@ -39,7 +39,7 @@ def test_a_new_board_is_empty_and_private(tmp_path):
     board = Board(path)
     assert board.stats() == EngineStats()
     assert board.under_way() == []
-    assert board.progress()[1:] == (0, 0.0, False)
+    assert board.progress()[1:] == (0, 0.0, 0.0, 0, False)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -50,7 +50,7 @@ def test_what_a_killed_process_has_noted_is_read_afterwards(tmp_path):
     assert done.returncode == -9
     for board in (reader, Board(path)):
         assert board.under_way() == [7, 8, 9]
-        assert board.progress()[1:] == (1, 1.5, False)
+        assert board.progress()[1:] == (1, 1.5, 1.5, 1, False)
         assert board.stats() == EngineStats(running=2, generation_tokens=5)
 
 
@@ -60,7 +60,7 @@ def test_counters_go_on_with_the_next_core_and_all_else_begins_anew(tmp_path):
     for run in range(1, 4):
         Board.prepare(path, ROWS)
         assert reader.under_way() == []
-        assert reader.progress()[1:] == (0, 0.0, False)
+        assert reader.progress()[1:] == (0, 0.0, 0.0, 0, False)
         assert (reader.stats().running, reader.stats().num_blocks) == (0, 0)
         core = Board(path)
         for tokens in (3, 10):

@@ -90,12 +90,12 @@ def test_a_rank_that_ends_is_started_again_as_it_was(start, end, said):
 
 def test_a_rank_that_cannot_load_is_given_up_at_once(start):
     _, event = start({"all": "fail('there is no folder m')"})
-    assert event() == RankOut(0, "there is no folder m")
+    assert event() == RankOut(0, "there is no folder m", ever_up=False)
 
 
 def test_a_core_that_ends_while_it_loads_says_so(start):
     _, event = start({"all": "die()"})
-    assert event() == RankOut(0, "the engine process ended while starting, killed by signal 9")
+    assert event() == RankOut(0, "the engine process ended while starting, killed by signal 9", ever_up=False)
 
 
 def test_without_restarts_the_cause_is_told(start):
