@@ -27,7 +27,7 @@ request_max_num_generation_tokens_bucket request_params_n_count request_params_m
 LIMITS = EngineLimits(64, 320, 8, 16, device="cpu", dtype="float32")
 
 
-STATS = EngineStats(running=2, waiting=1, free_blocks=2, num_blocks=8, generation_tokens=2, ran_tokens=12)
+STATS = EngineStats(running=2, waiting=1, free_blocks=2, num_blocks=8, preemptions=2, ran_tokens=12)
 STATS.step_buckets[0] = STATS.step_buckets[2] = 1
 """After two steps: one of a token, one of eleven."""
 
@@ -101,7 +101,7 @@ def test_engine_up():
 
 
 def test_what_runs_is_shown_of_ranks_that_are_up_and_what_was_counted_of_all():
-    metrics = Metrics("tiny", stats=lambda: {0: STATS, 1: STATS})
+    metrics = Metrics("tiny", stats=lambda: {0: STATS, 1: STATS}, ranks=(0, 1))
     metrics.rank_up(1)
     found = {(value.name, value.labels.get("engine")): value for value in metrics.values()}
 
@@ -112,7 +112,7 @@ def test_what_runs_is_shown_of_ranks_that_are_up_and_what_was_counted_of_all():
     assert shown("num_requests_running") == [0, 2]
     assert shown("num_requests_waiting") == [0, 1]
     assert shown("kv_cache_usage_perc") == [0, 0.75]
-    assert shown("generation_tokens_total") == [2, 2]
+    assert shown("num_preemptions_total") == [2, 2]
 
 
 def test_values_are_plain_data():

@@ -291,14 +291,14 @@ def message(number: int, generated: Sequence[int] = (), *, alone: bool = False) 
 
 
 def watch(core: EngineCore) -> list[tuple[set[int], int]]:
-    """Return a list that grows by each step submitted: its requests, and how many steps are under way."""
+    """Return a list that grows by each step submitted: its requests, and how many others are under way."""
     steps: list[tuple[set[int], int]] = []
     submit = core._executor.submit
     handles: dict[int, int] = {}
 
     def submit_and_note(step: StepInput) -> None:
         handles.update({admitted.row: admitted.handle for admitted in step.plan.admitted})
-        steps.append(({handles[row] for row in step.plan.rows.tolist()}, len(core._in_flight)))
+        steps.append(({handles[row] for row in step.plan.rows.tolist()}, len(core._in_flight) - 1))
         submit(step)
 
     core._executor.submit = submit_and_note

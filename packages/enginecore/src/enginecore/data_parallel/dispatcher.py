@@ -124,10 +124,12 @@ class Dispatcher:
         Raises:
             ModelError: one could not load it, or none is left.
         """
-        while not self._up or len(self._up) + len(self.down) + len(self.out) < len(self._all):
+        while True:
             reason = self._never_loaded or self.failure
             if reason is not None:
                 raise ModelError(reason)
+            if self._up and len(self._up) + len(self.down) + len(self.out) == len(self._all):
+                break
             self._changed.clear()
             await self._changed.wait()
         limits = self._frontend.limits
