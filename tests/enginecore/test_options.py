@@ -261,7 +261,7 @@ VLLM_COMMAND_LINE = (
 def test_options_of_vllm_without_effect_are_taken_with_a_line_each(caplog):
     assert engine_config(*VLLM_COMMAND_LINE.split()) == EngineConfig(model="model", generation_config="vllm")
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 7
+    assert len(said) == 6
     assert said[0] == "enable_chunked_prefill=true has no effect: long prompts always run in chunks"
     caplog.clear()
     assert make_config({"enforce_eager": True, "model": "m"}) == EngineConfig(model="m")
@@ -278,7 +278,6 @@ def test_options_of_vllm_without_effect_are_taken_with_a_line_each(caplog):
         ("load_format", "dummy", "load_format=dummy is not supported: .* or give auto or safetensors"),
         ("tokenizer_mode", "slow", "tokenizer_mode=slow"),
         ("generation_config", "some/folder", "generation_config must be one of auto, vllm"),
-        ("data_parallel_size", 2, "data_parallel_size=2"),
         ("hf_overrides", "[1]", "hf_overrides must be a JSON object"),
         ("hf_overrides", "{", "hf_overrides must be a JSON object"),
     ],

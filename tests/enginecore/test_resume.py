@@ -307,7 +307,7 @@ def watch(core: EngineCore) -> list[tuple[set[int], int]]:
 
 def new_tokens(core: EngineCore) -> list[tuple[int, int]]:
     """Run one step; return (number, token) of what was sampled."""
-    outputs = core.step()[0]
+    outputs = core.step().get(0, Outputs.empty())
     assert not outputs.errors
     return list(zip(outputs.numbers.tolist(), outputs.tokens.tolist(), strict=True))
 

@@ -75,8 +75,8 @@ async def _ended(engine: AsyncEngine) -> None:
 async def main(phase: str, options: dict[str, Any]) -> None:
     engine = AsyncEngine(make_config(options))
     waiting = asyncio.ensure_future(await reach(engine, phase))
-    workers = await workers_of(engine.core_pid)
-    print(engine.core_pid, *(worker.pid for worker in workers), flush=True)
+    workers = await workers_of(engine.core_pids[0])
+    print(engine.core_pids[0], *(worker.pid for worker in workers), flush=True)
     await waiting
 
 

@@ -14,7 +14,7 @@ import byte_tokenizer
 from checkpoints import Oracle, llama_config, save_random
 from enginecore import LLM, AsyncEngine, LLMEngine, Request, SamplingParams
 from enginecore.config import make_config
-from enginecore.core import client
+from enginecore.core import rank_process
 from enginecore.errors import EngineDeadError
 from enginecore.executor import processes
 from octavo_serve.app import create_app
@@ -112,10 +112,11 @@ async def told_by(engine: AsyncEngine) -> list[str]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_in_a_core_process(model, fault, monkeypatch, capfd):
-    monkeypatch.setattr(client, "_COMMAND", (sys.executable, FAULTY, fault, "enginecore.core.process"))
+    command = (sys.executable, FAULTY, fault, "enginecore.core.process")
+    monkeypatch.setattr(rank_process, "COMMAND", command)
 
     async def scenario():
-        engine = AsyncEngine(make_config({"model": str(model), **OPTIONS}))
+        engine = AsyncEngine(make_config({"model": str(model), **OPTIONS, "max_rank_restarts": 0}))
         app = create_app(engine, ServeConfig())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:

@@ -1,4 +1,7 @@
-"""Whichever process of an engine is killed, whenever: all of them go, and callers are told which it was."""
+"""Whichever process of an engine is killed, whenever: all of them go, and callers are told which it was.
+
+None is started again here; what happens then is told by test_rank_death.
+"""
 
 import asyncio
 import json
@@ -24,14 +27,14 @@ SECONDS_TO_GO = 60
 def options(tmp_path_factory):
     path = save_random(llama_config(), tmp_path_factory.mktemp("m-rand"))
     byte_tokenizer.save(path)
-    return {"model": str(path), **OPTIONS}
+    return {"model": str(path), **OPTIONS, "max_rank_restarts": 0}
 
 
 async def killed(options, phase, victim):
     """Kill a process of an engine, see that all of them go, and return what its caller is told."""
     engine = AsyncEngine(make_config(options))
     try:
-        core = psutil.Process(engine.core_pid)
+        core = psutil.Process(engine.core_pids[0])
         waiting = asyncio.ensure_future(await reach(engine, phase))
         workers = await workers_of(core.pid)
         target = core if victim == "core" else workers[victim]

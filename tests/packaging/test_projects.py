@@ -1,11 +1,14 @@
 """What the pyproject.toml of each package and app states, and that its README says how to install it."""
 
+import ast
 import re
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(path.parent for path in ROOT.glob("*/*/pyproject.toml"))
@@ -28,6 +31,21 @@ def test_siblings_are_needed_in_their_own_version(name):
     siblings = {line.name: str(line.specifier) for line in needed if line.name in PROJECTS}
     assert siblings == {sibling: f"=={PROJECTS[sibling][1]['version']}" for sibling in siblings}
     assert bool(siblings) == (name in {"enginecore", "octavo-coordinator", "octavo-offline", "octavo-serve"})
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_all_that_is_needed_is_imported(name):
+    folder, project = PROJECTS[name]
+    imported = {"httptools"} if name == "octavo-serve" else set()  # uvicorn imports it
+    for path in folder.glob("src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.split(".")[0])
+    owners = packages_distributions()
+    found = {canonicalize_name(owner) for module in imported for owner in (module, *owners.get(module, ()))}
+    assert {canonicalize_name(Requirement(line).name) for line in project["dependencies"]} <= found
 
 
 @pytest.mark.parametrize("name", PROJECTS)

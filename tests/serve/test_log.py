@@ -198,7 +198,8 @@ def test_throughput_is_told_while_there_is_work():
     busy = EngineStats(
         running=3,
         waiting=1,
-        kv_cache_usage=0.25,
+        free_blocks=48,
+        num_blocks=64,
         prefix_queries=200,
         prefix_hits=50,
         prompt_tokens=1200,

@@ -68,7 +68,7 @@ async def test_nothing_generates_while_the_model_loads(client, engine):
 
 async def test_version_and_load(client, engine):
     assert (await client.get("/version")).json() == {"version": enginecore.__version__}
-    engine.stats = EngineStats(running=3, waiting=2, kv_cache_usage=0.5)
+    engine.stats = EngineStats(running=3, waiting=2, free_blocks=32, num_blocks=64)
     engine.allowed = 0
     request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi"}))
     while not engine.streams:

@@ -85,7 +85,11 @@ class AsyncEngine:
         self._made_here = MadeHere()
         self.config = config
         self.metrics = Metrics(
-            name or config.model, metrics_prefix, stats=self.rank_stats, folder=metrics_folder
+            name or config.model,
+            metrics_prefix,
+            stats=self.rank_stats,
+            ranks=config.local_ranks,
+            folder=metrics_folder,
         )
         self.error: str | None = None
         """Why the engine has ended; None while it runs."""

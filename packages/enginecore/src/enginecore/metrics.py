@@ -112,9 +112,10 @@ class Metrics:
         prefix: str = PREFIX,
         *,
         stats: Callable[[], Mapping[int, EngineStats]] = dict,
+        ranks: Sequence[int] = (0,),
         folder: str | None = None,
     ) -> None:
-        """`stats` returns the state of each rank; counters count from the start of the whole.
+        """`stats` returns the state of each of `ranks`; counters count from the start of the whole.
 
         The environment variable PROMETHEUS_MULTIPROC_DIR must have been `folder` when Python was started.
 
@@ -165,7 +166,9 @@ class Metrics:
         # Of several processes any may be asked: their parent stands for all.
         pid = (lambda: "self") if folder is None else os.getppid
         self._process = prometheus_client.ProcessCollector(pid=pid, registry=None)
-        self._rank(0)
+        self._first = ranks[0]
+        for rank in ranks:
+            self._rank(rank)
 
     def loaded(self, config: EngineConfig, limits: EngineLimits) -> None:
         """Tell of a model that is ready."""
@@ -228,7 +231,7 @@ class Metrics:
 
     def ended_early(self, state: "RequestState", reason: str) -> None:
         """Count a request that ended without its last output."""
-        self._rank(0).end(state, reason, time.time())
+        self._rank(self._first).end(state, reason, time.time())
 
     def answered(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request; `handler` is its route's path, not the client's."""
