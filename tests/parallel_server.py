@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import uuid
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,9 @@ from server_process import LIMIT_S, Server, wait_until
 
 _MARK = "OCTAVO_TEST_SERVER"
 """Environment variable that all processes of a server share, whoever their parent is."""
+
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-blocks-override", "1024")
+"""With them answers are the same, whoever else runs at the same time."""
 
 ROLES = {
     "rank": "enginecore.core.process",
@@ -32,10 +34,11 @@ Counts = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 class ParallelServer(Server):
     """A server; as a context, it is killed at the end with all that it started."""
 
-    def __init__(self, model: Path, *flags: str, wait: bool = True) -> None:
+    def __init__(self, model: Path, *flags: str, wait: bool = True, **environment: str) -> None:
         self._mark = uuid.uuid4().hex
         try:
-            super().__init__(model, *flags, environment=os.environ | {_MARK: self._mark}, wait=wait)
+            marked = os.environ | {_MARK: self._mark} | environment
+            super().__init__(model, *flags, environment=marked, wait=wait)
         except BaseException:
             self.kill_all()
             raise
@@ -68,11 +71,13 @@ class ParallelServer(Server):
     def terminate(self) -> int:
         """Ask it to stop, wait, and return its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(LIMIT_S)
+        return self.ending()
 
-    def wait_until_gone(self) -> None:
-        """Wait until no process of it is left."""
+    def ending(self) -> int:
+        """Wait until no process of it is left, and return its exit status."""
+        status = self.process.wait(LIMIT_S)
         wait_until(lambda: not self.processes())
+        return status
 
     def logged(self, text: str) -> int:
         """Return how many lines of the log hold `text`."""
@@ -95,11 +100,13 @@ class ParallelServer(Server):
             if name.startswith("octavo_") and name.endswith(("_total", "_count", "_bucket", "_sum"))
         }
 
-    def wait_until_up(self, ranks: int) -> float:
-        """Wait until so many ranks run; return the seconds."""
-        begun = time.monotonic()
+    def health(self) -> httpx.Response:
+        """Return the answer of /health."""
+        return httpx.get(f"{self.url}/health", timeout=LIMIT_S)
+
+    def wait_until_up(self, ranks: int) -> None:
+        """Wait until so many ranks run."""
         wait_until(lambda: total(self.counts(), "octavo_engine_up") == ranks)
-        return time.monotonic() - begun
 
 
 def total(counts: Counts, name: str, **labels: str) -> float:

@@ -23,10 +23,9 @@ class Server:
         self, model: Path, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True
     ) -> None:
         """Start it and, with `wait`, wait until it is ready."""
-        command = [str(Path(sys.executable).parent / "octavo-serve"), str(model), "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, *flags], stderr=subprocess.PIPE, text=True, env=environment
-        )
+        program = str(Path(sys.executable).parent / "octavo-serve")
+        command = [program, str(model), "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
         """What it has logged."""
         self.url = self._wait_for(r"listening on (http://\S+),")[1]

@@ -41,8 +41,8 @@ def ready(num_blocks: int = 8, *, lockstep: bool = False, pids: tuple[int, ...] 
 def steps(count: int) -> None:
     """Have done so many steps."""
     for _ in range(count):
-        board.begin_step([np.array([1])], alone=False)
-        board.end_step([], 0.0)
+        board.begin_step([np.array([1])], 1, alone=False)
+        board.end_step([], 1, 0.0)
 
 
 def fail(message: str) -> None:

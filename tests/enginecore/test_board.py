@@ -18,8 +18,8 @@ from enginecore.core.board import Board
 from enginecore.messages import EngineStats
 board = Board(Path(sys.argv[1]))
 board.publish(EngineStats(running=2, generation_tokens=5))
-board.end_step([], 1.5)
-board.begin_step([np.array([7, 8]), np.array([9])], alone=False)
+board.end_step([], 1, 1.5)
+board.begin_step([np.array([7, 8]), np.array([9])], 1, alone=False)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -39,7 +39,7 @@ def test_a_new_board_is_empty_and_private(tmp_path):
     board = Board(path)
     assert board.stats() == EngineStats()
     assert board.under_way() == []
-    assert board.progress()[1:] == (0, 0.0, False)
+    assert board.progress()[1:] == (0, 0.0, 0.0, 0, False)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -50,7 +50,7 @@ def test_what_a_killed_process_has_noted_is_read_afterwards(tmp_path):
     assert done.returncode == -9
     for board in (reader, Board(path)):
         assert board.under_way() == [7, 8, 9]
-        assert board.progress()[1:] == (1, 1.5, False)
+        assert board.progress()[1:] == (1, 1.5, 1.5, 1, False)
         assert board.stats() == EngineStats(running=2, generation_tokens=5)
 
 
@@ -60,7 +60,7 @@ def test_counters_go_on_with_the_next_core_and_all_else_begins_anew(tmp_path):
     for run in range(1, 4):
         Board.prepare(path, ROWS)
         assert reader.under_way() == []
-        assert reader.progress()[1:] == (0, 0.0, False)
+        assert reader.progress()[1:] == (0, 0.0, 0.0, 0, False)
         assert (reader.stats().running, reader.stats().num_blocks) == (0, 0)
         core = Board(path)
         for tokens in (3, 10):
@@ -77,7 +77,7 @@ def test_counters_go_on_with_the_next_core_and_all_else_begins_anew(tmp_path):
                     step_buckets=buckets(tokens, 1),
                 )
             )
-        core.begin_step([np.array([run])], alone=True)
+        core.begin_step([np.array([run])], 1, alone=True)
         stats = reader.stats()
         assert (stats.running, stats.waiting, stats.free_blocks, stats.num_blocks) == (4, 1, 2, 8)
         assert (stats.preemptions, stats.generation_tokens, stats.ran_tokens) == (run, 10 * run, 20 * run)
@@ -87,27 +87,27 @@ def test_counters_go_on_with_the_next_core_and_all_else_begins_anew(tmp_path):
 def test_steps_under_way(tmp_path):
     board = Board(prepared(tmp_path))
     first, second = np.array([1, 2, 3]), np.array([2, 4])
-    board.begin_step([first], alone=False)
-    board.begin_step([first, second], alone=False)
+    board.begin_step([first], 1, alone=False)
+    board.begin_step([first, second], 1, alone=False)
     assert board.under_way() == [1, 2, 3, 4]
-    board.end_step([second], 0.25)
+    board.end_step([second], 1, 0.25)
     assert board.under_way() == [2, 4]
-    board.end_step([], 0.125)
+    board.end_step([], 1, 0.125)
     assert board.under_way() == []
     assert board.progress()[1:3] == (2, 0.25)
 
 
 def test_a_full_board_holds_every_row(tmp_path):
     board = Board(prepared(tmp_path))
-    board.begin_step([np.arange(3) + (5 << 40), np.arange(3)], alone=False)
+    board.begin_step([np.arange(3) + (5 << 40), np.arange(3)], 1, alone=False)
     assert board.under_way() == [5 << 40, (5 << 40) + 1, (5 << 40) + 2, 0, 1, 2]
 
 
 def test_a_trial_is_told_while_it_runs(tmp_path):
     board = Board(prepared(tmp_path))
-    board.begin_step([np.array([1])], alone=True)
+    board.begin_step([np.array([1])], 1, alone=True)
     assert board.progress().alone
-    board.end_step([], 0.0)
+    board.end_step([], 1, 0.0)
     assert not board.progress().alone
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from enginecore.config import make_config
 from enginecore.core import rank_process, supervisor
-from enginecore.core.supervisor import RankSupervisor
+from enginecore.core.board import Progress
+from enginecore.core.supervisor import RankSupervisor, step_timeout
 from enginecore.messages import RankDown, RankOut, RankUp
 
 LIMIT_S = 60
@@ -78,7 +79,7 @@ def test_events_before_anyone_listens_are_told_in_order(start):
 )
 def test_a_rank_that_ends_is_started_again_as_it_was(start, end, said):
     """It has the first start's blocks and length, though another number of blocks would fit now."""
-    suspects = "board.begin_step([np.array([(2 << 40) + 5, 6])], alone=False); "
+    suspects = "board.begin_step([np.array([(2 << 40) + 5, 6])], 1, alone=False); "
     _, event = start({"0-0": f"ready(num_blocks=8); {suspects}{end}", "0-1": "ready(num_blocks=3); serve()"})
     first, down, second = event(), event(), event()
     assert down == RankDown(0, 0, said, [(2, 5), (0, 6)], alone=False)
@@ -121,7 +122,7 @@ def test_early_ends_of_long_ago_do_not_count(start, monkeypatch):
 
 
 def test_a_trial_of_one_request_does_not_count(start):
-    trial = "ready(); board.begin_step([np.array([4])], alone=True); die()"
+    trial = "ready(); board.begin_step([np.array([4])], 1, alone=True); die()"
     _, event = start({"all": trial, "0-3": UP}, max_rank_restarts=1)
     events = [event() for _ in range(7)]
     assert [type(event) for event in events] == [RankUp, RankDown] * 3 + [RankUp]
@@ -167,7 +168,7 @@ def test_ranks_in_lockstep_end_and_start_together(start):
         {
             "all": together + "serve()",
             "1-0": together
-            + "board.begin_step([np.array([4])], alone=False); import time"
+            + "board.begin_step([np.array([4])], 1, alone=False); import time"
             + "\nwhile not (folder / 'go').exists(): board.beat(); time.sleep(0.01)\n"
             + "fail('broken')",
         },
@@ -205,3 +206,17 @@ def test_a_coordinator_that_ends_is_started_again(start):
     wait_until(lambda: ranks._coordinator is not first)
     assert psutil.pid_exists(ranks._coordinator.pid)
     assert len(ranks.pids) == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "longest", "slowest", "tokens", "limit"),
+    [
+        (0, 0.0, 0.0, 2048, 600.0),  # the first one may compile kernels
+        (9, 0.1, 0.05, 1, 60.0),
+        (9, 8.0, 0.05, 1, 80.0),
+        (9, 0.1, 0.05, 2048, 1024.0),  # a long prompt after steps of single tokens
+    ],
+)
+def test_a_step_has_the_time_of_the_slowest_for_as_many_tokens(steps, longest, slowest, tokens, limit):
+    progress = Progress(1.0, steps, longest, slowest, tokens, alone=False)
+    assert step_timeout(progress) == pytest.approx(limit)

@@ -9,7 +9,7 @@ from mixed_load import Answer, Body, Load, differences, tokens_of
 from parallel_server import Counts, ParallelServer, total, wait_until_idle
 
 CHUNKS_BEFORE = 300
-"""Pieces of streams that have come before something is killed: all requests run by then, and none has ended."""
+"""Pieces of streams that have come before something is killed: most requests run by then, few have ended."""
 
 
 class Counters:
@@ -63,10 +63,17 @@ def run_with(
 
 
 def assert_nothing_lost(
-    server: ParallelServer, bodies: Sequence[Body], right: Sequence[Answer], fault: Callable[[Load], None]
+    server: ParallelServer,
+    bodies: Sequence[Body],
+    right: Sequence[Answer],
+    fault: Callable[[Load], None],
+    *,
+    others: int = 0,
+    failures: int = 0,
 ) -> float:
     """Send requests with a fault in their midst, whose answers must be right and count once.
 
+    `others` is the number of requests that `fault` sends and that are answered; `failures` those that fail.
     Return the seconds from the fault until all ranks run again.
     """
     ranks = int(total(server.counts(), "octavo_engine_up"))
@@ -84,18 +91,22 @@ def assert_nothing_lost(
         wait_until_idle(server)
     assert differences(answers, right) == {}
     assert counters.fallen == []
-    assert_counted(server, before, answers)
+    assert_counted(server, before, answers, others, failures)
     assert server.process.poll() is None
     return seconds
 
 
-def assert_counted(server: ParallelServer, before: Counts, answers: Sequence[Answer]) -> None:
+def assert_counted(
+    server: ParallelServer, before: Counts, answers: Sequence[Answer], others: int, failures: int
+) -> None:
     """Each answer, and each of its tokens, is counted once."""
     after = server.counts()
 
-    def grown(name: str) -> float:
-        return total(after, name) - total(before, name)
+    def grown(name: str, **labels: str) -> float:
+        name = f"octavo_{name}_total"
+        return total(after, name, **labels) - total(before, name, **labels)
 
-    names = ("request_success", "prompt_tokens", "generation_tokens")
-    counted = [grown(f"octavo_{name}_total") for name in names]
-    assert counted == [len(answers), *tokens_of(answers)]
+    failed = grown("request_success", finished_reason="error")
+    assert (grown("request_success"), failed) == (len(answers) + others + failures, failures)
+    if not others:
+        assert (grown("prompt_tokens"), grown("generation_tokens")) == tokens_of(answers)

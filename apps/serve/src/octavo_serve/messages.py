@@ -23,6 +23,8 @@ class HttpSettings(msgspec.Struct):
     coordinator: CoordinatorAddress | None
     metrics: str
     """Folder in which all HTTP processes count."""
+    at_once: bool
+    """Whether it accepts connections while the model loads, to say so; else only once it takes requests."""
     started: int
     """When the server was started, in seconds since the epoch: what is shown as the model's creation."""
     log: logs.LogSettings

@@ -50,7 +50,9 @@ def main() -> int:
 
     listener = socket.socket(fileno=settings.listener)
     try:
-        return run(listener, engine, settings.server, settings.index, report, settings.started)
+        return run(
+            listener, engine, settings.server, settings.index, report, settings.started, settings.at_once
+        )
     except OctavoError as error:
         report(HttpFailed(str(error)))
         return 2

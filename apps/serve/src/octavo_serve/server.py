@@ -42,18 +42,21 @@ def run(
     index: int = 0,
     report: Callable[[HttpMessage], None] = lambda message: None,
     started: int | None = None,
+    at_once: bool = True,
 ) -> int:
     """Serve on `listener` until a signal asks to stop or the engine dies; return the exit status.
 
     `index` is this process's among those that serve on it, of which the first logs for all. `report` tells
     the supervisor. The server was `started` then, in seconds since the epoch; now if None.
+    With `at_once` connections are accepted while the model loads, to say so; else others serve meanwhile, and
+    they are accepted once requests are taken.
 
     Raises:
         OctavoError: the engine could not start.
     """
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(listener, make_engine(), options, index, report, started).run())
+        return runner.run(_Life(listener, make_engine(), options, index, report, started, at_once).run())
 
 
 class _Listener(uvicorn.Server):
@@ -75,10 +78,13 @@ class _Life:
         index: int,
         report: Callable[[HttpMessage], None],
         started: int | None,
+        at_once: bool,
     ) -> None:
         self._level = logging.DEBUG if index else logging.INFO
         """Of what would be the same from every HTTP process."""
         self._report = report
+        self._serving: asyncio.Task[None] | None = None
+        self._at_once = at_once
         app = create_app(engine, options, report)
         self._engine = engine
         self._state: ServerState = app.state.server
@@ -108,7 +114,8 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        if self._at_once:
+            self._accept()
         reporting = asyncio.create_task(self._report_throughput())
         try:
             return await self._until_stop()
@@ -116,12 +123,18 @@ class _Life:
             self._state.draining = True
             self._http.should_exit = True
             reporting.cancel()
-            await serving
+            if self._serving is not None:
+                await self._serving
             await self._engine.shutdown()
+
+    def _accept(self) -> None:
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
 
     async def _until_stop(self) -> int:
         if not await self._first_of(self._engine.ready()):
             return STOPPED
+        if self._serving is None:
+            self._accept()
         self._report(HttpReady())
         logger.log(
             self._level,

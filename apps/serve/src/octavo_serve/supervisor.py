@@ -24,7 +24,7 @@ ENGINE_DIED = 1
 
 _COMMAND = (sys.executable, "-P", "-m", "octavo_serve.process")
 _MOST_DEATHS, _WINDOW = 5, 300.0
-"""An HTTP process that dies more often in so many seconds is not started again."""
+"""If HTTP processes die before they are ready more often in so many seconds, the server ends."""
 
 logger = logging.getLogger(__name__)
 _message: msgspec.json.Decoder[HttpMessage] = msgspec.json.Decoder(HttpMessage)
@@ -89,14 +89,15 @@ class _HttpProcess:
                     self.failure = message
                 case HttpReady():
                     self.is_ready = True
+                    told.put(HttpReady())
                 case ReloadExperts() as wish:
                     told.put(wish)
         self._process.wait()
         told.put(self)
 
 
-_Told = RankEvent | _HttpProcess | ReloadExperts | signal.Signals
-"""What happens: news of a rank, the end or a wish of an HTTP process, a signal."""
+_Told = RankEvent | _HttpProcess | HttpReady | ReloadExperts | signal.Signals
+"""What happens: news of a rank, the start, end or a wish of an HTTP process, a signal."""
 
 
 class Supervisor:
@@ -114,6 +115,8 @@ class Supervisor:
         self._began = int(time.time())
         self._deaths: deque[float] = deque()
         self._stopping = False
+        self._serves = False
+        """Whether an HTTP process takes requests, or did: from then on none may answer that it cannot yet."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self._told.put(signal.Signals(number)))
         self._ranks = RankSupervisor(engine)
@@ -142,6 +145,8 @@ class Supervisor:
             told = self._told.get()
             if isinstance(told, ReloadExperts):
                 self._ranks.reload_experts()
+            elif isinstance(told, HttpReady):
+                self._on_http_ready()
             elif isinstance(told, signal.Signals):
                 self._stopping = True
                 for process in self._processes:
@@ -158,6 +163,20 @@ class Supervisor:
         kept = msgspec.structs.replace(event, suspects=[]) if isinstance(event, RankDown) else event
         self._last[event.rank] = kept
         for process in self._processes:
+            if self._serves or process.index == 0:
+                process.tell(event)
+
+    def _on_http_ready(self) -> None:
+        """Let the others serve too once the first does, which has refused requests until then."""
+        if self._serves:
+            return
+        self._serves = True
+        for process in self._processes:
+            if process.index:
+                self._tell_all(process)
+
+    def _tell_all(self, process: _HttpProcess) -> None:
+        for event in self._last.values():
             process.tell(event)
 
     def _on_http_end(self, process: _HttpProcess) -> int | None:
@@ -178,11 +197,12 @@ class Supervisor:
         logger.error("HTTP process %d has ended (%s)", process.index, how)
         self._forget_counts(process.pid)
         now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - _WINDOW:
+        if not process.is_ready:
+            self._deaths.append(now)
+        while self._deaths and self._deaths[0] < now - _WINDOW:
             self._deaths.popleft()
         if len(self._deaths) > _MOST_DEATHS:
-            logger.error("HTTP processes have died %d times of late: ending", len(self._deaths))
+            logger.error("%d HTTP processes have died before they were ready: ending", len(self._deaths))
             return ENGINE_DIED
         self._start(process.index)
         return None
@@ -204,13 +224,14 @@ class Supervisor:
             coordinator=self._ranks.coordinator,
             metrics=str(self._metrics),
             started=self._began,
+            at_once=index == 0 and not self._serves,
             log=logs.current(),
         )
         self._number += 1
         process = _HttpProcess(settings, self._told)
         self._processes.append(process)
-        for event in self._last.values():
-            process.tell(event)
+        if self._serves or index == 0:
+            self._tell_all(process)
 
     def _forget_counts(self, pid: int) -> None:
         """Forget what a process that has died had going on; what it has counted stays."""

@@ -101,7 +101,7 @@ class EngineConfig:
     step_timeout: float | None = option(
         None,
         "seconds without progress after which a rank is killed and started again; "
-        "default: 10 times its longest step, at least 60",
+        "default: 10 times its longest step for as many tokens, at least 60",
     )
     distributed_executor_backend: Literal["inproc", "mp", "ray"] | None = option(
         None,

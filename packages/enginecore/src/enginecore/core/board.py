@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from enginecore.messages import STEP_BOUNDS, EngineStats
 
-_PROGRESS = ("alive", "steps", "longest", "alone", "under_way")
+_PROGRESS = ("alive", "steps", "longest", "slowest", "tokens", "alone", "under_way")
 _COUNTERS = (
     "preemptions",
     "prefix_queries",
@@ -42,6 +42,10 @@ class Progress(NamedTuple):
     steps: int
     longest_step: float
     """Seconds."""
+    slowest_token: float
+    """Seconds of a step by its tokens, the most that there was."""
+    tokens: int
+    """Of the steps under way."""
     alone: bool
     """Whether the step under way is a trial of one request."""
 
@@ -77,19 +81,23 @@ class Board:
         """Note that the core's loop goes round."""
         self._fields[_FIELDS["alive"]] = time.monotonic_ns()
 
-    def begin_step(self, handles: Sequence[NDArray[np.int64]], alone: bool) -> None:
-        """Note the requests of the steps under way, one of which is about to start."""
+    def begin_step(self, handles: Sequence[NDArray[np.int64]], tokens: int, alone: bool) -> None:
+        """Note the requests of the steps under way, one of which, of `tokens`, is about to start."""
         self._set_under_way(handles)
+        self._fields[_FIELDS["tokens"]] += tokens
         self._fields[_FIELDS["alone"]] = alone
         self.beat()
 
-    def end_step(self, handles: Sequence[NDArray[np.int64]], seconds: float) -> None:
-        """Note the requests of the steps that are left under way after one has ended."""
+    def end_step(self, handles: Sequence[NDArray[np.int64]], tokens: int, seconds: float) -> None:
+        """Note the requests of the steps that are left under way after one, of `tokens`, has ended."""
         self._set_under_way(handles)
+        self._fields[_FIELDS["tokens"]] -= tokens
         self._fields[_FIELDS["alone"]] = False
         self._fields[_FIELDS["steps"]] += 1
-        longest = _FIELDS["longest"]
-        self._fields[longest] = max(int(self._fields[longest]), int(seconds * 1e9))
+        nanoseconds = int(seconds * 1e9)
+        for name, value in (("longest", nanoseconds), ("slowest", nanoseconds // max(tokens, 1))):
+            if value > self._fields[_FIELDS[name]]:
+                self._fields[_FIELDS[name]] = value
         self.beat()
 
     def publish(self, stats: EngineStats) -> None:
@@ -110,8 +118,9 @@ class Board:
 
     def progress(self) -> Progress:
         """Return how far the core has come."""
-        alive, steps, longest, alone = self._fields[: _FIELDS["under_way"]].tolist()
-        return Progress((time.monotonic_ns() - alive) / 1e9, steps, longest / 1e9, bool(alone))
+        alive, steps, longest, slowest, tokens, alone = self._fields[: _FIELDS["under_way"]].tolist()
+        idle = (time.monotonic_ns() - alive) / 1e9
+        return Progress(idle, steps, longest / 1e9, slowest / 1e9, tokens, bool(alone))
 
     def under_way(self) -> list[int]:
         """Return the handles of requests in the steps under way."""

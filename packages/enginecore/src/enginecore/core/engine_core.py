@@ -297,7 +297,8 @@ class EngineCore:
         self._steps += 1
         self._step_seconds = time.monotonic() - step.started
         if self._board is not None:
-            self._board.end_step([other.handles for other in self._in_flight], self._step_seconds)
+            handles = [other.handles for other in self._in_flight]
+            self._board.end_step(handles, step.plan.num_tokens, self._step_seconds)
         return step
 
     def _without_broken(self, committed: Committed, sampled: NDArray[np.int32]) -> Committed:
@@ -353,7 +354,8 @@ class EngineCore:
             self._in_flight.append(step)
             if self._board is not None:
                 alone = bool(self._alone) and step.handles.tolist() == [self._alone[0]]
-                self._board.begin_step([other.handles for other in self._in_flight], alone)
+                handles = [other.handles for other in self._in_flight]
+                self._board.begin_step(handles, plan.num_tokens, alone)
             self._executor.submit(step_input)
 
     def _lockstep_input(self, plan: StepPlan, lockstep: Lockstep) -> StepInput:

@@ -18,7 +18,7 @@ import msgspec
 
 from enginecore import logs
 from enginecore.config import EngineConfig
-from enginecore.core.board import Board
+from enginecore.core.board import Board, Progress
 from enginecore.core.coordinator_child import CoordinatorChild
 from enginecore.core.identity import split_handle
 from enginecore.core.rank_process import RankProcess
@@ -34,9 +34,9 @@ _STEPS_THAT_PROVE_A_START = 100
 """A rank that dies after so many did not die of its start."""
 _WINDOW = 300.0
 """Seconds in which `max_rank_restarts` early deaths are borne."""
-_LEAST_STEP_TIMEOUT = 60.0
-_STEP_TIMEOUT_IN_STEPS = 10
-"""The longest step seen may take so many times as long before a core counts as hung."""
+_LEAST_STEP_TIMEOUT, _FIRST_STEP_TIMEOUT = 60.0, 600.0
+_TIMES_AS_LONG = 10
+"""As any step that was seen, for as many tokens, may a step take before its core counts as hung."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SPARE_STEPS = 2
 """Steps that a core has under way at most, beside one for each stage of a pipeline."""
@@ -289,9 +289,7 @@ class RankSupervisor:
             if state.process is None or not state.is_up:
                 continue
             progress = state.process.board.progress()
-            limit = self._config.step_timeout or max(
-                _LEAST_STEP_TIMEOUT, _STEP_TIMEOUT_IN_STEPS * progress.longest_step
-            )
+            limit = self._config.step_timeout or step_timeout(progress)
             if progress.idle_seconds > limit:
                 state.process.kill(
                     f"the engine process made no progress for {progress.idle_seconds:.1f} s, and was killed"
@@ -303,6 +301,18 @@ class RankSupervisor:
                 self._untold.append(event)
             else:
                 self._listener(event)
+
+
+def step_timeout(progress: Progress) -> float:
+    """Return the seconds without progress after which a core counts as hung, by default.
+
+    A step of many tokens may be far longer than those of few that were seen: it gets the time of so many of
+    the slowest.
+    """
+    if progress.steps == 0:
+        return _FIRST_STEP_TIMEOUT
+    longest = max(progress.longest_step, progress.slowest_token * progress.tokens)
+    return max(_LEAST_STEP_TIMEOUT, _TIMES_AS_LONG * longest)
 
 
 def _coordinator_address(config: EngineConfig, folder: Path) -> CoordinatorAddress | None:
