@@ -18,8 +18,9 @@ from enginecore.core.board import Board
 from enginecore.messages import EngineStats
 board = Board(Path(sys.argv[1]))
 board.publish(EngineStats(running=2, generation_tokens=5))
-board.end_step([], 1, 1.5)
-board.begin_step([np.array([7, 8]), np.array([9])], 1, alone=False)
+board.begin_step([np.array([7])], 3, alone=False)
+board.end_step([], 3, 1.5)
+board.begin_step([np.array([7, 8]), np.array([9])], 4, alone=False)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -50,7 +51,7 @@ def test_what_a_killed_process_has_noted_is_read_afterwards(tmp_path):
     assert done.returncode == -9
     for board in (reader, Board(path)):
         assert board.under_way() == [7, 8, 9]
-        assert board.progress()[1:] == (1, 1.5, 1.5, 1, False)
+        assert board.progress()[1:] == (1, 1.5, 0.5, 4, False)
         assert board.stats() == EngineStats(running=2, generation_tokens=5)
 
 
