@@ -100,7 +100,7 @@ class Load:
         """Called with the number of pieces of streams that have come so far."""
         self._chunks = 0
         self.ports: dict[int, int] = {}
-        """Of the client's end of the connection, by the request's index, once its answer has begun."""
+        """Of the client's end of the connection, by the request's index."""
 
     async def run(self, bodies: Sequence[Body]) -> list[Answer]:
         """Send all requests at once; return their answers, in order."""
@@ -111,9 +111,14 @@ class Load:
     async def ask(self, client: httpx.AsyncClient, index: int, body: Body) -> Answer:
         """Return the answer to one request."""
         route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+        async def trace(event: str, info: dict[str, Any]) -> None:
+            if event == "connection.connect_tcp.complete":
+                _, self.ports[index] = info["return_value"].get_extra_info("client_addr")
+
+        sent = {"json": body | {"cache_salt": self._salt}, "extensions": {"trace": trace}}
         try:
-            async with client.stream("POST", route, json=body | {"cache_salt": self._salt}) as response:
-                _, self.ports[index] = response.extensions["network_stream"].get_extra_info("client_addr")
+            async with client.stream("POST", route, **sent) as response:
                 if response.status_code != 200:
                     return {"error": f"{response.status_code} {(await response.aread()).decode()}"}
                 if body.get("stream"):

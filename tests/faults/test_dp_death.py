@@ -55,17 +55,17 @@ def test_the_coordinator(server, requests, right, record_property):
 
 def test_an_http_process(server, requests, right):
     """Only its own connections are cut; the others' answers, and what is counted, stay right."""
-    cut = set()
+    ports = set()
 
     def fault(load):
         process = server.processes("http")[0]
         process.suspend()
-        ports = {end.raddr.port for end in process.net_connections() if end.raddr}
-        cut.update(index for index, port in load.ports.items() if port in ports)
+        ports.update(end.raddr.port for end in process.net_connections() if end.raddr)
         process.kill()
 
     before = server.counts()
-    answers, _ = run_with(server, requests, fault)
+    answers, load = run_with(server, requests, fault)
+    cut = {index for index, port in load.ports.items() if port in ports}
     failed = {index for index, answer in enumerate(answers) if "choices" not in answer}
     assert failed <= cut
     assert set(differences(answers, right)) == failed
