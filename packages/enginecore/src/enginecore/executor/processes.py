@@ -130,7 +130,9 @@ def _repeat(output: IO[bytes], lines: collections.deque[str], rank: int) -> None
         text = line.decode(errors="replace").rstrip()
         logged = logs.is_formatted(text) or (logged and text.startswith("    "))
         if logged:
-            print(text, file=sys.stderr, flush=True)
+            # In one piece, so that lines of several workers do not mix.
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
         elif not _CHATTER.match(text):
             lines.append(text)
             logger.warning("rank %d wrote: %s", rank, text)
