@@ -167,7 +167,7 @@ def test_the_log_tells_at_start_what_runs_and_why_the_cache_has_its_size(server)
     log = "\n".join(server.lines)
     stamp = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO"
     for pattern in (
-        r"octavo_serve\.server: version \d+\.\d+",
+        r"octavo_serve\.supervisor: version \d+\.\d+",
         r"enginecore\.worker\.worker: \S+/tiny on cpu in float32, (cpu|torch) kernels, threads: \d+$",
         r"enginecore\.worker\.worker: KV cache: 8192 tokens in 512 blocks of 16 in float32; asked for by ",
         r"octavo_serve\.server: ready on http://\S+: tiny, alias, at most 2048 tokens a request$",

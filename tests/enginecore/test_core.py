@@ -346,7 +346,7 @@ def test_a_refused_request_is_answered_and_harms_no_one(model):
     errors, tokens = {}, []
     while core.has_work:
         outputs = core.step()
-        errors |= outputs[0].errors
+        errors |= outputs[0].errors if 0 in outputs else {}
         tokens += outputs[1].tokens.tolist() if 1 in outputs else []
     assert list(errors) == [0]
     assert errors[0].startswith("This model's maximum context length is ")

@@ -89,7 +89,7 @@ class Stage:
         for worker, (said, end) in zip(self.workers, opening, strict=True):
             worker.say(*said, end=end)
         config = make_config({"model": "m", "device": "cpu", "tensor_parallel_size": ranks, **options})
-        self.executor = DistributedExecutor(self.workers, config, ModelFiles("m", tmp, {}), place)
+        self.executor = DistributedExecutor(self.workers, config, ModelFiles("m", tmp, {}), place=place)
 
 
 tmp = Path("never-read")

@@ -378,7 +378,7 @@ def test_outputs_that_cannot_be_processed_end_the_engine(model, monkeypatch):
 
 def test_a_request_that_cannot_be_queued_leaves_nothing(llm):
     good, bad = {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "\ud800"}
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(RequestError, match="prompt 1: cache_salt"):
         llm.generate([good, bad], SamplingParams(**GREEDY))
     assert not llm.llm_engine.has_unfinished_requests()
     assert nothing_left(llm)
