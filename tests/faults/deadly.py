@@ -8,10 +8,9 @@ import os
 import signal
 from pathlib import Path
 
-from enginecore.worker.runner.runner import Runner
+from deadly_prompts import FAILS, FILE, KILLS
 
-KILLS, FAILS = 300, 301
-FILE = "OCTAVO_TEST_FAILS_ONCE"
+from enginecore.worker.runner.runner import Runner
 
 _run = Runner.run
 

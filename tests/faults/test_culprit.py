@@ -4,7 +4,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deadly import KILLS
+from deadly_prompts import KILLS
 from recovery import assert_nothing_lost
 
 from parallel_server import FLAGS, ParallelServer, total

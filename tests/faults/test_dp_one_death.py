@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deadly import FAILS, FILE
+from deadly_prompts import FAILS, FILE
 from recovery import assert_nothing_lost
 
 from parallel_server import FLAGS, ParallelServer
