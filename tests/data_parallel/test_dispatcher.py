@@ -194,7 +194,7 @@ async def test_each_sample_is_resumed_by_itself(ranks):
     assert [message.generated.tolist() for message in clients[1 - holder].added] == [[6], []]
 
 
-async def test_a_request_in_two_steps_that_ended_a_core_runs_alone_and_fails_if_it_ends_one_alone(ranks):
+async def test_a_request_in_two_steps_that_ended_a_core_runs_alone_and_fails_if_it_ends_two_alone(ranks):
     one = ranks(1)
     trials = []
     one.up(0)
@@ -206,8 +206,12 @@ async def test_a_request_in_two_steps_that_ended_a_core_runs_alone_and_fails_if_
         numbers = {"culprit": culprit.number, "other": other.number}
     assert trials == [(False, False), (True, True)]
     one.down(0, numbers["culprit"], alone=True)
+    assert one.errors == {}
+    culprit, other = one.up(0).added
+    assert culprit.alone
+    one.down(0, culprit.number, alone=True)
     [said] = one.errors.values()
-    assert said.endswith("the last time with nothing else: killed")
+    assert said.endswith("in the end with nothing else: killed")
     assert one.states["culprit"].unfinished == 0
     [other] = one.up(0).added
     assert one.states["other"].unfinished == 1

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_TRIAL = 2
 """A request that was in so many steps which ended a core runs alone from then on."""
+_DEATHS_ALONE = 2
+"""A request that has ended so many cores while it ran alone fails: one end may have had another cause."""
 
 
 class _Rank:
@@ -101,6 +103,8 @@ class Dispatcher:
         """What found no rank up, and since when, in seconds of the monotonic clock."""
         self._deaths: Counter[int] = Counter()
         """By number: steps that ended a core with it."""
+        self._deaths_alone: Counter[int] = Counter()
+        """Those of them that ran nothing else."""
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         if coordinator is not None:
@@ -242,16 +246,17 @@ class Dispatcher:
         for number in suspects:
             self._deaths[number] += 1
         if event.alone and len(event.suspects) == len(suspects) == 1:
-            self._convict(event.rank, suspects[0], event.reason)
+            [number] = suspects
+            self._deaths_alone[number] += 1
+            if self._deaths_alone[number] == _DEATHS_ALONE:
+                self._convict(event.rank, number, event.reason)
         self._resume(lost)
 
     def _convict(self, rank: int, number: int, reason: str) -> None:
-        """End a request that has ended a core while it ran alone."""
+        """End a request that has ended cores while it ran alone."""
         if number not in self._rank_of:
             return
-        said = (
-            f"the engine ended each time that it ran this request, the last time with nothing else: {reason}"
-        )
+        said = f"the engine ended each time that it ran this request, in the end with nothing else: {reason}"
         outputs = Outputs.empty()
         outputs.errors = {number: said}
         self._forget(number)
@@ -263,9 +268,10 @@ class Dispatcher:
         messages = self._frontend.resume(lost, alone=suspected)
         for number in lost:
             self._rank_of.pop(number, None)
-            deaths = self._deaths.pop(number, 0)
-            if number in messages and deaths:
-                self._deaths[messages[number].number] = deaths
+            for counts in (self._deaths, self._deaths_alone):
+                count = counts.pop(number, 0)
+                if number in messages and count:
+                    counts[messages[number].number] = count
         if messages:
             logger.info("%d requests go on elsewhere", len(messages))
         for message in messages.values():
@@ -274,6 +280,7 @@ class Dispatcher:
     def _forget(self, number: int) -> int | None:
         """Forget a sample that has ended; return the rank that had it."""
         self._deaths.pop(number, None)
+        self._deaths_alone.pop(number, None)
         rank = self._rank_of.pop(number, None)
         if rank is not None and rank in self._up:
             self._loads.ended(rank)
