@@ -14,10 +14,13 @@ import zmq
 from cores import Answer, Ask, message
 from enginecore.codec import Decoder, Encoder
 from enginecore.config import EngineConfig
+from enginecore.core.board import Board
+from enginecore.core.identity import frontend_identity
+from enginecore.core.settings import CoreSettings
 from enginecore.data_parallel.coordinator_process import CoordinatorPorts, CoordinatorSettings
 from enginecore.data_parallel.link import ask_status
 from enginecore.data_parallel.messages import CoordinatorAddress, RankPlace, Status
-from enginecore.messages import AbortRequests, CoreMessage, EngineLimits, Failed, Outputs
+from enginecore.messages import AbortRequests, CoreMessage, Failed, Outputs, Ready
 
 
 class _Process:
@@ -66,19 +69,18 @@ class RankGroup:
         self._sockets = []
         for rank in range(count):
             address = f"ipc://{folder}/core{rank}"
-            settings = {
-                "config": config,
-                "address": address,
-                "place": RankPlace(rank, rank, count, group=group),
-                "coordinator": self.address,
-            }
-            self._cores.append(_Process("enginecore.core.process", settings, EngineLimits | Failed))
+            board = folder / f"board{rank}"
+            Board.prepare(board, 4 * config.max_num_seqs)
+            place = RankPlace(rank, rank, count, group=group)
+            settings = CoreSettings(config, address, str(board), place, self.address)
+            self._cores.append(_Process("enginecore.core.process", settings, Ready | Failed))
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
+            socket.setsockopt(zmq.IDENTITY, frontend_identity(0))
             socket.connect(address)
             self._sockets.append(socket)
 
-    def ready(self) -> list[EngineLimits | Failed]:
+    def ready(self) -> list[Ready | Failed]:
         """Wait until all ranks have loaded or refused."""
         return [core.ready() for core in self._cores]
 

@@ -143,8 +143,9 @@ def machine(engine, undisturbed, policy):
 
         def plan_only(self, handle):
             """Others keep what they have, but for those ranked after it, where it needs their room."""
-            in_rows = {state.handle for state in self.engine.runner.rows.values()}
+            before = {row: state.handle for row, state in self.engine.runner.rows.items()}
             plan = self.plan_and_check(only=handle)
+            in_rows = {before[row] for row in before.keys() - plan.freed.tolist()}
             ran = {self.engine.runner.rows[row].handle for row in plan.rows.tolist()}
             assert ran <= {handle}
             assert ran <= set(filter(self.is_live, ran))

@@ -107,7 +107,7 @@ def test_whole_experts_on_each_rank(tmp_path):
     path = save_random(mixtral_config(), tmp_path / "model")
     config = options(path, tensor_parallel_size=2, enable_expert_parallel=True)
     told: list[tuple[int, int]] = []
-    executor = make_executor(config, locate(config.model), lambda *counts: told.append(counts))
+    executor = make_executor(config, locate(config.model), on_loaded=lambda *counts: told.append(counts))
     assert_same(run(EngineCore(config, executor), ragged_asks()), run(start_core(path), ragged_asks()))
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] > 0

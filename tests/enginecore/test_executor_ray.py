@@ -136,7 +136,7 @@ def test_stages_on_two_nodes(cluster, model, truth):
 
 def test_a_killed_core(cluster, model, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    pids = asyncio.run(kill_core(ray_options(model, tensor_parallel_size=2)))
+    pids = asyncio.run(kill_core(ray_options(model, tensor_parallel_size=2, max_rank_restarts=0)))
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
     until = time.monotonic() + SECONDS_TO_GO
@@ -148,10 +148,8 @@ def test_a_killed_core(cluster, model, monkeypatch):
 def test_two_engines_share_the_cluster(cluster, model, truth):
     """Each engine reserves its own devices: the first takes one node, the second the other."""
     config = ray_options(model, data_parallel_size=2)
-    found = [
-        make_executor(config, locate(config.model), RankPlace(rank=rank, local_index=rank, local_count=2))
-        for rank in range(2)
-    ]
+    places = [RankPlace(rank=rank, local_index=rank, local_count=2) for rank in range(2)]
+    found = [make_executor(config, locate(config.model), place=place) for place in places]
     processes = [psutil.Process(executor.pids[0]) for executor in found]
     assert raylet_of(processes[0]) != raylet_of(processes[1])
     for executor in found:

@@ -97,6 +97,8 @@ INTERRUPTED = """
 import signal, sys, threading
 from enginecore import LLM, SamplingParams
 
+# A shell starts what it runs in the background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=64)
 params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 expected = llm.generate([{"prompt_token_ids": [7]}], params)[0].outputs[0].token_ids

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import llama_config, mixtral_config, qwen3_moe_config, save_random
 from cores import Ask, run, start_core
 from enginecore import SamplingParams
-from enginecore.messages import EngineLimits, ReportExpertLoads
+from enginecore.messages import Ready, ReportExpertLoads
 from executors import options
 from rank_group import RankGroup
 
@@ -27,8 +27,8 @@ def start(model, folder, **more):
     """Start ranks that share experts and wait until they are ready."""
     config = options(model, **{"data_parallel_size": 2, "enable_expert_parallel": True, **more})
     group = RankGroup(config, folder)
-    limits = group.ready()
-    assert all(isinstance(found, EngineLimits) and found.lockstep for found in limits), limits
+    found = group.ready()
+    assert all(isinstance(each, Ready) and each.limits.lockstep for each in found), found
     return group
 
 
@@ -217,7 +217,7 @@ def test_ranks_of_a_dense_model_run_by_themselves(tmp_path_factory):
     config = options(path, data_parallel_size=2)
     group = RankGroup(config, tmp_path_factory.mktemp("ranks"))
     try:
-        assert [limits.lockstep for limits in group.ready()] == [False, False]
+        assert [ready.limits.lockstep for ready in group.ready()] == [False, False]
         assert len(group.processes()) == 2  # workers are in the cores' own processes
         group.suspend(1)
         group.add(0, 0, Ask([4, 5], 30))
