@@ -30,9 +30,10 @@ def server(small_model, fails):
 def test_a_killed_core(server, requests, right, record_property):
     """Health says so meanwhile, and what comes meanwhile waits."""
     seen = []
+    [rank] = server.processes("rank")
 
     def fault(load):
-        server.processes("rank")[0].kill()
+        rank.kill()
         wait_until(lambda: server.health().status_code == 503)
         seen.append(httpx.post(f"{server.url}/v1/completions", json=PROMPT, timeout=120).status_code)
 
