@@ -152,3 +152,14 @@ def test_it_raises_where_something_else_holds_the_memory(engine):
     e.add(0, prompt=12, max_tokens=3, held=True)
     with pytest.raises(RuntimeError, match="2 of 4 are free"):
         e.plan(only=0)
+
+
+def test_another_on_hold_makes_room(engine):
+    """Of one rank, as first come, first served gives: only steps of its own would ever end it."""
+    e = engine(num_blocks=4, max_num_seqs=1)
+    for handle in range(2):
+        e.add(handle, 2, max_tokens=3, held=True)
+    e.plan(only=1)
+    e.commit()
+    assert e.ran(e.plan(only=0)) == {0: (0, 2, "*")}
+    assert e.scheduler.load().held == 1

@@ -65,12 +65,12 @@ def test_the_demo_is_read_as_transformers_reads_it(demo):
 
 
 @pytest.mark.slow
-def test_twenty_prompts_of_the_demo_as_transformers_answers_them(demo):
+def test_prompts_of_the_demo_as_transformers_answers_them(demo):
     oracle = Oracle(demo.path.parent, gguf_file=demo.path.name)
     vocabulary = gguf.read(demo.path).metadata["tokenizer.ggml.tokens"]
     words = {text: number for number, text in enumerate(vocabulary)}
     # Whole words of the vocabulary stand in for a tokenizer, which is tested elsewhere.
-    prompts = [[words[w] for w in q.replace(" ", " Ġ").split() if w in words] or [1] for q in QUESTIONS]
-    answers = run(start_core("demo"), [Ask(prompt, 64) for prompt in prompts])
+    prompts = [[words[w] for w in q.replace(" ", " Ġ").split() if w in words] or [1] for q in QUESTIONS[::2]]
+    answers = run(start_core("demo"), [Ask(prompt, 40) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert same_tokens(answer.tokens, *oracle.greedy(prompt, 64))
+        assert same_tokens(answer.tokens, *oracle.greedy(prompt, 40))

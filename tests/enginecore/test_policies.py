@@ -132,7 +132,8 @@ def test_a_policy_that_fails_later_ends_the_engine_with_its_message(model):
 @pytest.mark.slow
 def test_in_a_core_process(model, capfd):
     async def scenario(policy, count):
-        engine = AsyncEngine(make_config({"model": model, "scheduling_policy": policy, **OPTIONS}))
+        options = {"model": model, "scheduling_policy": policy, "max_rank_restarts": 0, **OPTIONS}
+        engine = AsyncEngine(make_config(options))
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
         async def ask(index):

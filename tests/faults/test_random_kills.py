@@ -1,4 +1,4 @@
-"""Fifty random kills in a row under load: nothing fails but what HTTP processes had when they were killed."""
+"""Many random kills in a row under load: nothing fails but what HTTP processes had when they were killed."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from mixed_load import Load, differences
 from parallel_server import FLAGS, ParallelServer, wait_until_idle
 from server_process import wait_until
 
-KILLS = 50
+KILLS = 25
 PIECES_BETWEEN = 400
 """Pieces of streams that come between two kills."""
 TWO_RANKS = ("--data-parallel-size", "2", "--api-server-count", "2", "--distributed-executor-backend", "mp")
@@ -66,7 +66,7 @@ class Killer:
 
 
 @pytest.mark.timeout(600)
-def test_fifty_random_kills(small_model, requests, right):
+def test_random_kills(small_model, requests, right):
     flags = (*TWO_RANKS, "--max-rank-restarts", "100", "--shutdown-timeout", "1")
     with ParallelServer(small_model, *FLAGS, *flags) as server:
         killer = Killer(server)

@@ -171,6 +171,10 @@ class RunningRows:
         """Return the rows of the running queue whose rank is higher."""
         return self.queue[np.searchsorted(self.rank[self.queue], rank, side="right") :]
 
+    def held_or_ranked_after(self, rank: float) -> NDArray[np.intp]:
+        """Return the rows of the running queue that are on hold or whose rank is higher."""
+        return self.queue[self.is_held[self.queue] | (self.rank[self.queue] > rank)]
+
     def _set_queue(self, rows: NDArray[np.intp]) -> None:
         self.queue = rows[np.lexsort((self.arrival_index[rows], self.rank[rows]))]
 

@@ -203,8 +203,8 @@ class Scheduler:
         """Plan the next step: rows of the running queue, in the policy's order, then waiting requests.
 
         With `only`, a handle, the step runs that request alone, on hold or not, and others keep their rows
-        and blocks. It is admitted before all that wait; rows ranked after it are preempted where it has no
-        room. One on hold stays so: other steps skip its row, which may be preempted like any.
+        and blocks. It is admitted before all that wait; rows on hold or ranked after it are preempted where it
+        has no room. One on hold stays so: other steps skip its row, which may be preempted like any.
 
         A plan without rows means that nothing can run now. Raises RuntimeError if that could never change,
         because something else holds the memory.
@@ -235,7 +235,7 @@ class Scheduler:
             batch, _ = self._grow(self._running_batch(row[self._rows.is_running[row]]))
             return self._schedule(batch, []) if batch.rows.size else self._nothing_but(entry)
         if not self._rows.preempting:
-            self._preempt_for(entry, self._rows.ranked_after(entry.rank))
+            self._preempt_for(entry, self._rows.held_or_ranked_after(entry.rank))
         has_room = self._rows.has_free and self._has_room(entry, self._rows.queue, 0)
         if self._rows.preempting or not has_room:
             return self._nothing_but(entry)
