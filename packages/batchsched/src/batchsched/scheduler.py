@@ -203,8 +203,8 @@ class Scheduler:
         """Plan the next step: rows of the running queue, in the policy's order, then waiting requests.
 
         With `only`, a handle, the step runs that request alone, on hold or not, and others keep their rows
-        and blocks. It is admitted before all that wait; rows on hold or ranked after it are preempted where it
-        has no room. One on hold stays so: other steps skip its row, which may be preempted like any.
+        and blocks. It is admitted before all that wait; where it has no room, rows on hold or ranked after it
+        are preempted. One on hold stays so: other steps skip its row, which may be preempted like any.
 
         A plan without rows means that nothing can run now. Raises RuntimeError if that could never change,
         because something else holds the memory.
