@@ -7,7 +7,9 @@ from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
 from pagedattn.copies import copy_blocks
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
+from pagedattn.linear import linear, pack_linear
 from pagedattn.norm import rms_norm
+from pagedattn.packed import PackedWeight
 from pagedattn.rotary import rotary
 from pagedattn.sampling import top_k_top_p_sample
 
@@ -15,6 +17,7 @@ __all__ = [
     "AttentionBatch",
     "BackendUnavailable",
     "KVLayout",
+    "PackedWeight",
     "allocate",
     "attend",
     "backend_name",
@@ -23,6 +26,8 @@ __all__ = [
     "find_shared_prefix",
     "gelu_and_mul",
     "grouped_matmul",
+    "linear",
+    "pack_linear",
     "rms_norm",
     "rotary",
     "silu_and_mul",

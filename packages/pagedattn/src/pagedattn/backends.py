@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 import torch
 
 from pagedattn.batch import AttentionBatch
+from pagedattn.packed import PackedWeight
 
 BACKEND_VARIABLE = "OCTAVO_ATTENTION_BACKEND"
 BACKENDS = ("torch", "cpu", "triton")
@@ -72,6 +73,16 @@ class Backend(Protocol):
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None: ...
 
     def grouped_matmul(self, x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor: ...
+
+    def linear_panel(self, dtype: torch.dtype) -> int: ...
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor: ...
 
     def top_k_top_p_sample(
         self,

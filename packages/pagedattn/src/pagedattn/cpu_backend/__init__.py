@@ -19,6 +19,7 @@ from pagedattn.cpu_backend.arguments import (
 )
 from pagedattn.cpu_backend.build import load_library
 from pagedattn.cpu_backend.checks import check
+from pagedattn.cpu_backend.linear import linear, linear_panel
 from pagedattn.cpu_backend.ops import gelu_and_mul, rms_norm, rotary, silu_and_mul
 from pagedattn.cpu_backend.sampling import top_k_top_p_sample
 from pagedattn.torch_backend import copy_blocks, grouped_matmul
@@ -28,6 +29,8 @@ __all__ = [
     "copy_blocks",
     "gelu_and_mul",
     "grouped_matmul",
+    "linear",
+    "linear_panel",
     "rms_norm",
     "rotary",
     "silu_and_mul",

@@ -51,6 +51,9 @@ GATE = Struct("2P 3q 3i")
 ROTARY = Struct("6P 7q 7i")
 """`RotaryCall` of rotary.c."""
 
+LINEAR = Struct("5P 5q 4i")
+"""`LinearCall` of linear.c."""
+
 SAMPLE = Struct("8P 3q 2i")
 """`SampleCall` of sample.c."""
 

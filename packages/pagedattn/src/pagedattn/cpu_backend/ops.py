@@ -28,6 +28,8 @@ class _Kernels(NamedTuple):
     rotary: Any
     gate: Any
     sample: Any
+    linear: Any
+    linear_panel: Any
 
 
 @cache
@@ -35,16 +37,18 @@ def kernels() -> _Kernels:
     """The kernels around attention, ready to be called with bytes."""
     library = load_library()
 
-    def function(name: str, result: Any) -> Any:
+    def function(name: str, result: Any, *arguments: Any) -> Any:
         found = library[name]
-        found.argtypes, found.restype = [ctypes.c_char_p], result
+        found.argtypes, found.restype = arguments, result
         return found
 
     return _Kernels(
-        rms_norm=function("octavo_rms_norm", None),
-        rotary=function("octavo_rotary", ctypes.c_int64),
-        gate=function("octavo_gate", None),
-        sample=function("octavo_sample", ctypes.c_int32),
+        rms_norm=function("octavo_rms_norm", None, ctypes.c_char_p),
+        rotary=function("octavo_rotary", ctypes.c_int64, ctypes.c_char_p),
+        gate=function("octavo_gate", None, ctypes.c_char_p),
+        sample=function("octavo_sample", ctypes.c_int32, ctypes.c_char_p),
+        linear=function("octavo_linear", None, ctypes.c_char_p),
+        linear_panel=function("octavo_linear_panel", ctypes.c_int32),
     )
 
 

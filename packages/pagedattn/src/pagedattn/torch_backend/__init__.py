@@ -11,6 +11,7 @@ from pagedattn.torch_backend.activation import gelu_and_mul, silu_and_mul
 from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
 from pagedattn.torch_backend.grouped import grouped_matmul
+from pagedattn.torch_backend.linear import linear, linear_panel
 from pagedattn.torch_backend.norm import rms_norm
 from pagedattn.torch_backend.prefill import Span, attend_span
 from pagedattn.torch_backend.rotary import rotary
@@ -21,6 +22,8 @@ __all__ = [
     "copy_blocks",
     "gelu_and_mul",
     "grouped_matmul",
+    "linear",
+    "linear_panel",
     "rms_norm",
     "rotary",
     "silu_and_mul",

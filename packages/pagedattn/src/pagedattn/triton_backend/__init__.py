@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagedattn.torch_backend.linear import linear, linear_panel
 from pagedattn.triton_backend.activation import gelu_and_mul, silu_and_mul
 from pagedattn.triton_backend.attention import attend, write_kv
 from pagedattn.triton_backend.copies import copy_blocks
@@ -15,6 +16,8 @@ __all__ = [
     "copy_blocks",
     "gelu_and_mul",
     "grouped_matmul",
+    "linear",
+    "linear_panel",
     "rms_norm",
     "rotary",
     "silu_and_mul",

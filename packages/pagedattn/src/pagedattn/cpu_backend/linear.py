@@ -1,0 +1,59 @@
+"""Linear layers by C kernels over packed weights."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedattn import torch_backend
+from pagedattn.cpu_backend.arguments import LINEAR, TYPES, address, dense
+from pagedattn.cpu_backend.ops import FLOATS, kernels
+from pagedattn.packed import PackedWeight
+
+
+def linear_panel(dtype: torch.dtype) -> int:
+    """Return the columns of a panel that the kernels multiply at a time; 0 for a dtype they do not know."""
+    return kernels().linear_panel() if dtype in FLOATS else 0
+
+
+def linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """See `pagedattn.linear`. Dtypes that the kernels do not know, and plain weights, go to torch."""
+    if x.dtype not in FLOATS or not weight.panel:
+        return torch_backend.linear(x, weight, bias, out)
+    outputs, inputs = weight.outputs, weight.inputs
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], outputs))
+    if not out.numel():
+        return out
+    rows = dense(x if x.ndim == 2 else x.reshape(-1, inputs))
+    tokens = rows.shape[0]
+    result = out.view(tokens, outputs) if out.is_contiguous() else out
+    if result.ndim != 2 or result.stride(1) != 1:
+        result = out.new_empty((tokens, outputs))
+    packed = None
+    if tokens > 1 or x.dtype != torch.float32:
+        packed = torch.empty(rows.numel(), dtype=torch.float32)
+    if bias is not None:
+        bias = bias.contiguous()
+    kernels().linear(
+        LINEAR.pack(
+            rows.data_ptr(),
+            weight.data.data_ptr(),
+            address(bias) or 0,
+            result.data_ptr(),
+            address(packed) or 0,
+            rows.stride(0),
+            result.stride(0),
+            tokens,
+            inputs,
+            outputs,
+            TYPES[x.dtype],
+            TYPES[weight.dtype],
+            0 if bias is None else TYPES[bias.dtype],
+            torch.get_num_threads(),
+        )
+    )
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result.view(out.shape))
+    return out
