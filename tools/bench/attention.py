@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
+from machine_limits import compile_limits
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagedattn import AttentionBatch, KVLayout, allocate, attend, build_batch
@@ -155,13 +153,7 @@ class Memory:
     bytes = 256 << 20
 
     def __init__(self, threads: int) -> None:
-        source = Path(__file__).with_name("read_bandwidth.c")
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "read.so"
-            flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
-            subprocess.run(["cc", *flags, source, "-o", library], check=True)
-            self.library = ctypes.CDLL(str(library))
-        self.library.read_all.restype = self.library.read_blocks.restype = ctypes.c_float
+        self.library = compile_limits()
         self.data = torch.ones(self.bytes // 4)
         self.threads = threads
 

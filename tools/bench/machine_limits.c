@@ -1,4 +1,4 @@
-/* Reading memory as fast as the machine can, on some threads: the ceilings for decode attention. */
+/* Memory reads and multiply-adds as fast as the machine can, on some threads: the limits of kernels. */
 
 typedef float vf __attribute__((vector_size(64)));
 
@@ -36,6 +36,23 @@ float read_blocks(const char *data, const long *blocks, long count, long bytes, 
         }
         a += b;
         for (int lane = 0; lane < 16; lane++) total += a[lane];
+    }
+    return total;
+}
+
+#define CHAINS 12
+
+/* `rounds` times CHAINS vectors of 16 multiply-adds on each thread, with no memory read. */
+float multiply_add(long rounds, int threads) {
+    float total = 0.0f;
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+    {
+        vf sums[CHAINS], factor, step;
+        for (int lane = 0; lane < 16; lane++) factor[lane] = 0.5f, step[lane] = lane;
+        for (int chain = 0; chain < CHAINS; chain++) sums[chain] = step * (float)chain;
+        for (long round = 0; round < rounds; round++)
+            for (int chain = 0; chain < CHAINS; chain++) sums[chain] = sums[chain] * factor + step;
+        for (int chain = 0; chain < CHAINS; chain++) total += sums[chain][chain];
     }
     return total;
 }
