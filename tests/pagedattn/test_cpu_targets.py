@@ -1,4 +1,4 @@
-"""The C kernels built for other instruction sets and under sanitizers, by running their tests on such builds."""
+"""The tests of the C kernels on builds for other instruction sets and under sanitizers."""
 
 import os
 import platform

@@ -3,13 +3,13 @@
     uv run python tools/bench/linear.py [--model qwen3] [--threads 1] [--clock cpu] [--rows 1 64] [--rounds 9]
 
 Each line has all matrix products of one step of a model with so many rows, head included. Its alternatives
-run in turn, and ratios are medians of those within a round, so that a busy moment hits all of them. "fp32" and
-"bf16" are the type that weights are stored in; rows and arithmetic are float32, except in torch's bfloat16. The
-last columns say which share of the machine's reads and multiply-adds, measured in the same rounds, the kernels
-reach.
+run in turn, and ratios are medians of those within a round, so that a busy moment hits all of them. "fp32"
+and "bf16" are the type that weights are stored in; rows and arithmetic are float32, except in torch's
+bfloat16. The last columns say which share of the machine's reads and multiply-adds, measured in the same
+rounds, the kernels reach.
 
-`--clock cpu` counts the time that the calling thread ran, not the time it waited for a core: with one thread it
-compares kernels on a machine that others use too.
+`--clock cpu` counts the time that the calling thread ran, not the time it waited for a core: with one thread
+it compares kernels on a machine that others use too.
 """
 
 from __future__ import annotations

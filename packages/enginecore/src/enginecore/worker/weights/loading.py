@@ -12,7 +12,7 @@ from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.parallel import ModelParallel
 from enginecore.worker.weights import checkpoint
 from enginecore.worker.weights.naming import canonical
-from enginecore.worker.weights.packing import can_pack, pack_linear_layers
+from enginecore.worker.weights.packing import pack_linear_layers
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that older checkpoints carry and that are computed here."""
@@ -45,8 +45,7 @@ def load_decoder(
         files, parallel, layers=layers, dtype=dtype, device=device, max_positions=max_positions
     )
     _fill(model, files, on_loaded)
-    if can_pack(dtype, device):
-        pack_linear_layers(model)
+    pack_linear_layers(model)
     return model.eval()
 
 
