@@ -193,7 +193,7 @@ def test_batches_that_would_read_elsewhere_are_refused(changes, message):
 
 def test_slots_beyond_the_cache_are_refused_and_nothing_is_stored():
     cache = torch.zeros(2, 2, 1, 4, 16)
-    with pytest.raises(IndexError, match="slot 8 of token 1 is not in the cache, which has 2 blocks of 4"):
+    with pytest.raises(IndexError, match="slot 8 of token 1 is not in the cache, which has 8 slots"):
         write_kv(torch.ones(2, 1, 16), torch.ones(2, 1, 16), cache, torch.tensor([0, 8]), backend="cpu")
     assert cache.count_nonzero() == 0
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedattn import rms_norm
+from pagedattn import layer_norm, rms_norm
 
 
 def expected_norm(x, weight, eps):
@@ -51,3 +51,41 @@ def test_shapes_that_do_not_fit_are_refused():
         rms_norm(torch.zeros(2, 8), torch.ones(4), 1e-6)
     with pytest.raises(ValueError, match=r"residual is \[1, 8\]"):
         rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(1, 8))
+
+
+def expected_layer_norm(x, weight, bias, eps):
+    x, weight, bias = (part.double().numpy() for part in (x, weight, bias))
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps) * weight + bias
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.float16, 8e-3), (torch.bfloat16, 6e-2)], ids=str
+)
+def test_layer_norm(dtype, tolerance, backend):
+    torch.manual_seed(0)
+    for shape in ((7, 96), (3, 5, 61), (0, 32), (2, 1), (1, 1000)):
+        x = (3 + torch.randn(shape)).to(dtype)
+        weight, bias = (1 + torch.randn(shape[-1]) / 4).to(dtype), torch.randn(shape[-1]).to(dtype)
+        residual = torch.randn(shape).to(dtype)
+        result = layer_norm(x, weight, bias, 1e-5, backend=backend)
+        assert (result.dtype, result.shape) == (dtype, x.shape)
+        expected = expected_layer_norm(x, weight, bias, 1e-5)
+        assert np.abs(result.double().numpy() - expected).max(initial=0) < tolerance
+        normed, total = layer_norm(x, weight, bias, 1e-5, residual, backend=backend)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, layer_norm(total, weight, bias, 1e-5, backend=backend))
+
+
+def test_layer_norm_keeps_small_differences_of_large_numbers():
+    x = 1e4 + torch.arange(64.0).unsqueeze(0)
+    result = layer_norm(x, torch.ones(64), torch.zeros(64), 0.0)
+    assert result[0, -1].item() == pytest.approx(31.5 / np.sqrt((64**2 - 1) / 12), rel=1e-5)
+
+
+def test_layer_norm_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"weight must be \[8\], not \[4\]"):
+        layer_norm(torch.zeros(2, 8), torch.ones(4), torch.ones(8), 1e-6)
+    with pytest.raises(ValueError, match=r"bias must be \[8\], not \[1\]"):
+        layer_norm(torch.zeros(2, 8), torch.ones(8), torch.ones(1), 1e-6)

@@ -112,6 +112,9 @@ class EngineConfig:
     async_scheduling: bool | None = option(
         None, "plan a step while another runs; default: on devices, not on a CPU"
     )
+    enforce_eager: bool = option(
+        False, "run the model operation by operation, and not as a program that is recorded at the start"
+    )
 
     plugin_path: str = option(".", "folder in which modules of plug-ins are looked for, after installed ones")
     plugins: tuple[str, ...] = field(
@@ -293,6 +296,7 @@ class EngineOptions(TypedDict, total=False):
     distributed_executor_backend: Literal["inproc", "mp", "ray"] | None
     distributed_timeout_seconds: float
     async_scheduling: bool | None
+    enforce_eager: bool
     plugin_path: str
     plugins: Sequence[str]
     max_logprobs: int

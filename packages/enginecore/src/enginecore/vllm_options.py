@@ -30,7 +30,6 @@ class VLLMOptions:
 
     enable_chunked_prefill: bool | None = _taken("long prompts always run in chunks", True)
     disable_log_stats: bool | None = _taken("log_level decides what is logged", True, False)
-    enforce_eager: bool | None = _taken("there are no CUDA graphs", True, False)
     disable_custom_all_reduce: bool | None = _taken("all_reduce is NCCL's", True, False)
     trust_remote_code: bool | None = _taken("no code that comes with a model is run", False)
     load_format: str | None = _taken("the files decide", "auto", "safetensors")

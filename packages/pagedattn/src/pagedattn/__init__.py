@@ -1,14 +1,15 @@
 """Paged attention on GPU and CPU, and the small operations around it."""
 
-from pagedattn.activation import gelu_and_mul, silu_and_mul
+from pagedattn.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.attention import attend, write_kv
 from pagedattn.backends import BackendUnavailable, backend_name
 from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
+from pagedattn.capture import CaptureError, Program, capture
 from pagedattn.copies import copy_blocks
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
 from pagedattn.linear import linear, pack_linear
-from pagedattn.norm import rms_norm
+from pagedattn.norm import layer_norm, rms_norm
 from pagedattn.packed import PackedWeight
 from pagedattn.rotary import rotary
 from pagedattn.sampling import top_k_top_p_sample
@@ -16,16 +17,21 @@ from pagedattn.sampling import top_k_top_p_sample
 __all__ = [
     "AttentionBatch",
     "BackendUnavailable",
+    "CaptureError",
     "KVLayout",
     "PackedWeight",
+    "Program",
+    "activation",
     "allocate",
     "attend",
     "backend_name",
     "build_batch",
+    "capture",
     "copy_blocks",
     "find_shared_prefix",
     "gelu_and_mul",
     "grouped_matmul",
+    "layer_norm",
     "linear",
     "pack_linear",
     "rms_norm",

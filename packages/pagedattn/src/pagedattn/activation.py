@@ -1,12 +1,22 @@
-"""Gated activations of feed-forward layers whose gate and up projections are one matrix."""
+"""Activations of feed-forward layers; gated ones are for gate and up projections in one matrix."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from pagedattn.backends import backend_of
+from pagedattn.backends import Activation, backend_of
+
+
+def activation(x: torch.Tensor, kind: Activation, *, backend: str | None = None) -> torch.Tensor:
+    """silu(x), gelu(x), by erf ("gelu") or tanh ("gelu_tanh"), or relu(x), of x's shape and dtype.
+
+    Raises ValueError for another kind.
+    """
+    if kind not in get_args(Activation):
+        raise ValueError(f"kind must be one of {', '.join(get_args(Activation))}, not {kind!r}")
+    return backend_of(x.device, backend).activation(x, kind)
 
 
 def silu_and_mul(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:

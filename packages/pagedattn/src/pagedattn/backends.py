@@ -21,6 +21,10 @@ class BackendUnavailable(RuntimeError):
     """The back end that was asked for cannot run on this device or in this installation."""
 
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""Activations without a gate; "gelu" is the exact form, by erf."""
+
+
 class ScoreOptions(NamedTuple):
     """Options of the attention scores, made from query · key; see `attend`."""
 
@@ -57,6 +61,15 @@ class Backend(Protocol):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
     def rotary(
         self,
         query: torch.Tensor,
@@ -69,6 +82,8 @@ class Backend(Protocol):
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def gelu_and_mul(self, x: torch.Tensor, approximate: Literal["tanh", "none"]) -> torch.Tensor: ...
+
+    def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor: ...
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None: ...
 

@@ -1,4 +1,4 @@
-"""RMS normalisation."""
+"""RMS and layer normalisation."""
 
 from __future__ import annotations
 
@@ -49,6 +49,57 @@ def rms_norm(
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be [{x.shape[-1]}], not {list(weight.shape)}")
+    _check_residual(x, residual)
+    return backend_of(x.device, backend).rms_norm(x, weight, eps, residual)
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    residual: None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension, in float32, rounded once.
+
+    `x` is `[..., hidden]`, `weight` and `bias` `[hidden]` of its dtype. With `residual` (x's shape and
+    dtype), returns the norm of x + residual, and x + residual. (Ba et al., https://arxiv.org/abs/1607.06450.)
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given.shape != x.shape[-1:]:
+            raise ValueError(f"{name} must be [{x.shape[-1]}], not {list(given.shape)}")
+    _check_residual(x, residual)
+    return backend_of(x.device, backend).layer_norm(x, weight, bias, eps, residual)
+
+
+def _check_residual(x: torch.Tensor, residual: torch.Tensor | None) -> None:
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual is {list(residual.shape)} {residual.dtype}, x {list(x.shape)} {x.dtype}")
-    return backend_of(x.device, backend).rms_norm(x, weight, eps, residual)

@@ -23,6 +23,7 @@ from enginecore.worker.models.parallel import ModelParallel, expert_placements
 from enginecore.worker.models.spec import DecoderSpec
 from enginecore.worker.models.stages import split_layers
 from enginecore.worker.runner.kv_sizing import CacheSize, cache_reason, cache_size, cpu_bytes, cuda_bytes
+from enginecore.worker.runner.program import layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
 from enginecore.worker.sampling.sampler import position_logprobs
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
@@ -115,9 +116,13 @@ class Worker:
             dtype=str(self.dtype).removeprefix("torch."),
             lockstep=config.shares_experts,
         )
+        cache = allocate(layout, size.num_blocks, self.device)
+        program = None
+        if not config.enforce_eager:
+            program = layer_program(self._model, cache, self.dtype, config.max_num_batched_tokens)
         self._runner = Runner(
             self._model,
-            allocate(layout, size.num_blocks, self.device),
+            cache,
             allocate(layout, size.host_blocks, "cpu") if size.host_blocks else None,
             comms.tp,
             comms.pp,
@@ -125,6 +130,7 @@ class Worker:
             dtype=self.dtype,
             max_rows=config.max_num_seqs,
             max_len=size.max_model_len + 1,
+            program=program,
         )
         self._log_start(
             files, layout, size, cache_reason(config, layout, spec.max_position, available, self.device.type)

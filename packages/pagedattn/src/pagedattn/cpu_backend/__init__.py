@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import NamedTuple
-
 import torch
 
 from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
-from pagedattn.cpu_backend.arguments import (
-    TYPES,
-    AttendArguments,
-    WriteArguments,
-    address,
-    dense,
-    float32,
-)
-from pagedattn.cpu_backend.build import load_library
-from pagedattn.cpu_backend.checks import check
+from pagedattn.cpu_backend.arguments import ATTEND, TYPES, WRITE, address, dense, float32, launch
 from pagedattn.cpu_backend.linear import linear, linear_panel
-from pagedattn.cpu_backend.ops import gelu_and_mul, rms_norm, rotary, silu_and_mul
+from pagedattn.cpu_backend.ops import activation, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
 from pagedattn.cpu_backend.sampling import top_k_top_p_sample
 from pagedattn.torch_backend import copy_blocks, grouped_matmul
 
 __all__ = [
+    "activation",
     "attend",
     "copy_blocks",
     "gelu_and_mul",
     "grouped_matmul",
+    "layer_norm",
     "linear",
     "linear_panel",
     "rms_norm",
@@ -37,6 +27,18 @@ __all__ = [
     "top_k_top_p_sample",
     "write_kv",
 ]
+
+
+# By the numbers of kernels/check.h.
+_WRONG = {
+    1: "query_starts must go from 0 to the number of query tokens and never down",
+    2: "lengths must be 0, or at least the sequence's queries and at most what its block table holds",
+    3: "the leading num_decodes sequences must have one query each",
+    4: "shared_prefix reaches beyond the first query",
+    5: "a block that a query sees is not one of the cache",
+}
+_ERRORS = 8
+_LARGEST_INT = 2**31 - 1
 
 
 def write_kv(
@@ -50,38 +52,35 @@ def write_kv(
     key, value, slots = dense(key), dense(value), slots.contiguous()
     scales = float32(kv_scales)
     kv_heads, block_size, head_dim = cache.shape[2:]
-    arguments = WriteArguments(
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        cache=cache.data_ptr(),
-        slots=slots.data_ptr(),
-        kv_scales=address(scales),
-        key_stride=key.stride(0),
-        key_head_stride=key.stride(1),
-        value_stride=value.stride(0),
-        value_head_stride=value.stride(1),
-        num_slots=cache.shape[0] * block_size,
-        num_tokens=slots.shape[0],
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        type=TYPES[key.dtype],
-        cache_type=TYPES[cache.dtype],
-        threads=torch.get_num_threads(),
+    num_slots = cache.shape[0] * block_size
+    error = launch(
+        WRITE,
+        key.data_ptr(),
+        value.data_ptr(),
+        cache.data_ptr(),
+        slots.data_ptr(),
+        address(scales),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        num_slots,
+        slots.shape[0],
+        kv_heads,
+        head_dim,
+        block_size,
+        TYPES[key.dtype],
+        TYPES[cache.dtype],
+        torch.get_num_threads(),
     )
-    token = load_library().octavo_write_kv(ctypes.byref(arguments))
-    if token >= 0:
-        raise IndexError(
-            f"slot {slots[token]} of token {token} is not in the cache, "
-            f"which has {cache.shape[0]} blocks of {block_size}"
-        )
+    if error:
+        raise write_error(error, slots, num_slots)
 
 
-class _Prepared(NamedTuple):
-    """Arguments that all layers of a step share, and the tensors that they point into."""
-
-    arguments: AttendArguments
-    tensors: tuple[torch.Tensor | None, ...]
+def write_error(error: int, slots: torch.Tensor, num_slots: int) -> IndexError:
+    """Return what `launch` says of WRITE."""
+    token = error - 1
+    return IndexError(
+        f"slot {slots[token]} of token {token} is not in the cache, which has {num_slots} slots"
+    )
 
 
 def attend(
@@ -95,54 +94,52 @@ def attend(
     query, result = dense(query), out
     if out.stride(-1) != 1:
         result = torch.empty_like(out, memory_format=torch.contiguous_format)
-    key = ("cpu", query.shape[1], query.dtype, cache.shape, cache.dtype, *options[:3])
-    prepared = batch.memo.get(key)
-    if prepared is None:
-        prepared = batch.memo[key] = _prepare(query, cache, batch, options)
+    starts, lengths = batch.query_starts.contiguous(), batch.lengths.contiguous()
+    table = dense(batch.block_table)
     slopes, sinks = float32(options.alibi_slopes), float32(options.sinks)
     scales = float32(options.kv_scales)
-    # A copy: another thread may be attending with the same batch, outside Python's lock.
-    arguments = AttendArguments.from_buffer_copy(prepared.arguments)
-    arguments.query = query.data_ptr()
-    arguments.cache = cache.data_ptr()
-    arguments.out = result.data_ptr()
-    arguments.slopes = address(slopes)
-    arguments.sinks = address(sinks)
-    arguments.kv_scales = address(scales)
-    arguments.query_stride, arguments.query_head_stride = query.stride()[:2]
-    arguments.out_stride, arguments.out_head_stride = result.stride()[:2]
-    if load_library().octavo_attend(ctypes.byref(arguments)):
-        raise MemoryError("attention on the CPU found no memory for its scratch space")
+    kv_heads, block_size, head_dim = cache.shape[2:]
+    error = launch(
+        ATTEND,
+        query.data_ptr(),
+        cache.data_ptr(),
+        result.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        table.data_ptr(),
+        address(slopes),
+        address(sinks),
+        address(scales),
+        0,
+        *query.stride()[:2],
+        *result.stride()[:2],
+        table.stride(0),
+        cache.shape[0],
+        table.shape[1],
+        batch.num_seqs,
+        batch.num_decodes,
+        query.shape[0],
+        query.shape[1],
+        kv_heads,
+        head_dim,
+        block_size,
+        batch.shared_prefix,
+        0 if options.window is None else min(options.window, _LARGEST_INT),
+        0,
+        TYPES[query.dtype],
+        TYPES[cache.dtype],
+        torch.get_num_threads(),
+        options.scale,
+        options.soft_cap or 0.0,
+    )
+    if error:
+        raise attend_error(error)
     if result is not out:
         out.copy_(result)
 
 
-def _prepare(
-    query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch, options: ScoreOptions
-) -> _Prepared:
-    kv_heads, block_size, head_dim = cache.shape[2:]
-    starts, lengths = batch.query_starts.contiguous(), batch.lengths.contiguous()
-    table = dense(batch.block_table)
-    arguments = AttendArguments(
-        query_starts=starts.data_ptr(),
-        lengths=lengths.data_ptr(),
-        block_table=table.data_ptr(),
-        table_stride=table.stride(0),
-        num_seqs=batch.num_seqs,
-        num_decodes=batch.num_decodes,
-        num_tokens=query.shape[0],
-        q_heads=query.shape[1],
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        shared_prefix=batch.shared_prefix,
-        # One that nothing reaches beyond is none, and may be more than the kernels' integers hold.
-        window=0 if options.window is None or options.window >= batch.max_length else options.window,
-        type=TYPES[query.dtype],
-        cache_type=TYPES[cache.dtype],
-        threads=torch.get_num_threads(),
-        scale=options.scale,
-        soft_cap=options.soft_cap or 0.0,
-    )
-    check(arguments, num_blocks=cache.shape[0], table=table)
-    return _Prepared(arguments, (starts, lengths, table))
+def attend_error(error: int) -> MemoryError | IndexError:
+    """Return what `launch` says of ATTEND."""
+    if error < 0:
+        return MemoryError("attention on the CPU found no memory for its scratch space")
+    return IndexError(f"sequence {error // _ERRORS} of the batch: {_WRONG[error % _ERRORS]}")

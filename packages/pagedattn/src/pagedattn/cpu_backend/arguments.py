@@ -1,66 +1,91 @@
-"""Arguments of the C kernels; the structures are those of kernels/*.h and *.c."""
+"""The C kernels, their arguments and how one is run; the structures are those of kernels/*.h and *.c."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from pagedattn.cpu_backend.build import load_library
 
 # The numbers that vectors.h gives element types.
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+class Kernel(NamedTuple):
+    """A C kernel: its number in program.c, and the structure of its arguments as C lays it out.
+
+    In the structure P is a pointer, q an int64, i an int32, f a float. Packing takes a third of the time that
+    filling in a ctypes structure does.
+    """
+
+    number: int
+    arguments: Struct
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class AttendArguments(ctypes.Structure):
-    """`Call` of call.h."""
-
-    _fields_ = [
-        *_fields(_POINTER, "query cache out query_starts lengths block_table slopes sinks kv_scales"),
-        *_fields(_LONG, "query_stride query_head_stride out_stride out_head_stride table_stride"),
-        *_fields(_INT, "num_seqs num_decodes num_tokens q_heads kv_heads head_dim block_size"),
-        *_fields(_INT, "shared_prefix window type cache_type threads"),
-        *_fields(_FLOAT, "scale soft_cap"),
-    ]
-
-
-class WriteArguments(ctypes.Structure):
-    """`WriteCall` of write.c."""
-
-    _fields_ = [
-        *_fields(_POINTER, "key value cache slots kv_scales"),
-        *_fields(_LONG, "key_stride key_head_stride value_stride value_head_stride num_slots"),
-        *_fields(_INT, "num_tokens kv_heads head_dim block_size type cache_type threads"),
-    ]
-
-
-# Calls that come by the hundred each step are packed, which takes a third of the time that filling in a
-# ctypes structure does: P is a pointer, q an int64, i an int32, f a float, laid out as C does.
-NORM = Struct("5P 5q 3i f")
+NORM = Kernel(0, Struct("5P 5q 3i f"))
 """`NormCall` of norm.c."""
 
-GATE = Struct("2P 3q 3i")
-"""`GateCall` of activation.c."""
+LAYER_NORM = Kernel(1, Struct("6P 2q 2i f"))
+"""`LayerNormCall` of layer_norm.c."""
 
-ROTARY = Struct("6P 7q 7i")
+ROTARY = Kernel(2, Struct("6P 7q 7i"))
 """`RotaryCall` of rotary.c."""
 
-LINEAR = Struct("5P 5q 4i")
+ACTIVATION = Kernel(3, Struct("2P 3q 4i"))
+"""`ActivationCall` of activation.c."""
+
+WRITE = Kernel(4, Struct("5P 5q 7i"))
+"""`WriteCall` of write.c."""
+
+ATTEND = Kernel(5, Struct("10P 7q 13i 2f"))
+"""`Call` of call.h."""
+
+LINEAR = Kernel(6, Struct("5P 5q 4i"))
 """`LinearCall` of linear.c."""
 
 SAMPLE = Struct("8P 3q 2i")
 """`SampleCall` of sample.c."""
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Address of a tensor's elements; None for None."""
-    return None if tensor is None else tensor.data_ptr()
+def launch(kernel: Kernel, *values: float) -> int:
+    """Run a kernel; return 0, or why it did not run: its own number of an error, or -1 without memory.
+
+    Where this thread records, the call becomes an operation of the program too.
+    """
+    error = _octavo_run()(kernel.number, kernel.arguments.pack(*values))
+    recorder = recording.get()
+    if recorder is not None:
+        recorder(kernel, values)
+    return error
+
+
+recording: ContextVar[Callable[[Kernel, tuple[float, ...]], None] | None] = ContextVar(
+    "recording", default=None
+)
+"""Is told of each kernel that this thread runs, with its arguments; see `pagedattn.capture`."""
+
+
+@cache
+def _octavo_run() -> Callable[[int, bytes], int]:
+    return function("octavo_run", ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Address of a tensor's elements; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def function(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of the library with its types declared."""
+    found = load_library()[name]
+    found.argtypes, found.restype = arguments, result
+    return found
 
 
 def float32(per_head: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+
 import torch
 
 from pagedattn import torch_backend
-from pagedattn.cpu_backend.arguments import LINEAR, TYPES, address, dense
-from pagedattn.cpu_backend.ops import FLOATS, kernels
+from pagedattn.cpu_backend.arguments import LINEAR, TYPES, address, dense, function, launch
+from pagedattn.cpu_backend.ops import FLOATS
 from pagedattn.packed import PackedWeight
 
 
 def linear_panel(dtype: torch.dtype) -> int:
     """Return the columns of a panel that the kernels multiply at a time; 0 for a dtype they do not know."""
-    return kernels().linear_panel() if dtype in FLOATS else 0
+    return _widest_panel() if dtype in FLOATS else 0
+
+
+@cache
+def _widest_panel() -> int:
+    return function("octavo_linear_panel", ctypes.c_int32)()
 
 
 def linear(
@@ -36,23 +44,22 @@ def linear(
         packed = torch.empty(rows.numel(), dtype=torch.float32)
     if bias is not None:
         bias = bias.contiguous()
-    kernels().linear(
-        LINEAR.pack(
-            rows.data_ptr(),
-            weight.data.data_ptr(),
-            address(bias) or 0,
-            result.data_ptr(),
-            address(packed) or 0,
-            rows.stride(0),
-            result.stride(0),
-            tokens,
-            inputs,
-            outputs,
-            TYPES[x.dtype],
-            TYPES[weight.dtype],
-            0 if bias is None else TYPES[bias.dtype],
-            torch.get_num_threads(),
-        )
+    launch(
+        LINEAR,
+        rows.data_ptr(),
+        weight.data.data_ptr(),
+        address(bias),
+        result.data_ptr(),
+        address(packed),
+        rows.stride(0),
+        result.stride(0),
+        tokens,
+        inputs,
+        outputs,
+        TYPES[x.dtype],
+        TYPES[weight.dtype],
+        0 if bias is None else TYPES[bias.dtype],
+        torch.get_num_threads(),
     )
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.view(out.shape))

@@ -5,51 +5,27 @@ Dtypes that the kernels do not know (float64) go to the torch back end.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from pagedattn import torch_backend
-from pagedattn.cpu_backend.arguments import GATE, NORM, ROTARY, TYPES, address, dense
-from pagedattn.cpu_backend.build import load_library
+from pagedattn.backends import Activation
+from pagedattn.cpu_backend.arguments import (
+    ACTIVATION,
+    LAYER_NORM,
+    NORM,
+    ROTARY,
+    TYPES,
+    address,
+    dense,
+    launch,
+)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# The numbers that activation.c gives activations.
-_SILU, _GELU = 0, {"tanh": 1, "none": 2}
-
-
-class _Kernels(NamedTuple):
-    """Functions of one packed structure."""
-
-    rms_norm: Any
-    rotary: Any
-    gate: Any
-    sample: Any
-    linear: Any
-    linear_panel: Any
-
-
-@cache
-def kernels() -> _Kernels:
-    """The kernels around attention, ready to be called with bytes."""
-    library = load_library()
-
-    def function(name: str, result: Any, *arguments: Any) -> Any:
-        found = library[name]
-        found.argtypes, found.restype = arguments, result
-        return found
-
-    return _Kernels(
-        rms_norm=function("octavo_rms_norm", None, ctypes.c_char_p),
-        rotary=function("octavo_rotary", ctypes.c_int64, ctypes.c_char_p),
-        gate=function("octavo_gate", None, ctypes.c_char_p),
-        sample=function("octavo_sample", ctypes.c_int32, ctypes.c_char_p),
-        linear=function("octavo_linear", None, ctypes.c_char_p),
-        linear_panel=function("octavo_linear_panel", ctypes.c_int32),
-    )
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+"""The numbers of activation.c."""
 
 
 def rms_norm(
@@ -74,21 +50,46 @@ def rms_norm(
         x = dense(x)
         strides = (x.shape[1], *x.stride()[:2]) if x.ndim == 3 else (1, x.stride(0), 0)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    kernels().rms_norm(
-        NORM.pack(
-            x.data_ptr(),
-            address(residual) or 0,
-            weight.data_ptr(),
-            out.data_ptr(),
-            address(total) or 0,
-            x.numel() // hidden,
-            *strides,
-            hidden,
-            TYPES[x.dtype],
-            TYPES[weight.dtype],
-            torch.get_num_threads(),
-            eps,
-        )
+    launch(
+        NORM,
+        x.data_ptr(),
+        address(residual),
+        weight.data_ptr(),
+        out.data_ptr(),
+        address(total),
+        x.numel() // hidden,
+        *strides,
+        hidden,
+        TYPES[x.dtype],
+        TYPES[weight.dtype],
+        torch.get_num_threads(),
+        eps,
+    )
+    return out if total is None else (out, total)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `pagedattn.layer_norm`."""
+    if x.dtype not in FLOATS or weight.dtype != x.dtype or bias.dtype != x.dtype or not x.numel():
+        return torch_backend.layer_norm(x, weight, bias, eps, residual)
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    out, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+    launch(
+        LAYER_NORM,
+        x.data_ptr(),
+        address(residual),
+        weight.data_ptr(),
+        bias.data_ptr(),
+        out.data_ptr(),
+        address(total),
+        x.numel() // x.shape[-1],
+        x.shape[-1],
+        TYPES[x.dtype],
+        torch.get_num_threads(),
+        eps,
     )
     return out if total is None else (out, total)
 
@@ -119,65 +120,76 @@ def rotary(
     query_stride, query_head_stride, _ = query.stride()
     key_stride, key_head_stride, _ = key.stride()
     max_position, rotary_dim = cos_sin.shape
-    token = kernels().rotary(
-        ROTARY.pack(
-            query.data_ptr(),
-            key.data_ptr(),
-            query_out.data_ptr(),
-            key_out.data_ptr(),
-            cos_sin.data_ptr(),
-            address(positions) or 0,
-            query_stride,
-            query_head_stride,
-            key_stride,
-            key_head_stride,
-            cos_sin.stride(0),
-            tokens,
-            max_position,
-            q_heads,
-            kv_heads,
-            head_dim,
-            rotary_dim,
-            interleaved,
-            TYPES[query.dtype],
-            torch.get_num_threads(),
-        )
+    error = launch(
+        ROTARY,
+        query.data_ptr(),
+        key.data_ptr(),
+        query_out.data_ptr(),
+        key_out.data_ptr(),
+        cos_sin.data_ptr(),
+        address(positions),
+        query_stride,
+        query_head_stride,
+        key_stride,
+        key_head_stride,
+        cos_sin.stride(0),
+        tokens,
+        max_position,
+        q_heads,
+        kv_heads,
+        head_dim,
+        rotary_dim,
+        interleaved,
+        TYPES[query.dtype],
+        torch.get_num_threads(),
     )
-    if token >= 0 and positions is not None:
-        raise IndexError(
-            f"token {token} has position {int(positions[token])}; "
-            f"cos_sin has rows for 0 to {max_position - 1}"
-        )
+    if error and positions is not None:
+        raise rotary_error(error, positions, max_position)
     return query_out, key_out
+
+
+def rotary_error(error: int, positions: torch.Tensor, max_position: int) -> IndexError:
+    """Return what `launch` says of ROTARY."""
+    token = error - 1
+    return IndexError(
+        f"token {token} has position {int(positions[token])}; cos_sin has rows for 0 to {max_position - 1}"
+    )
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """See `pagedattn.silu_and_mul`."""
-    return _gate(x, _SILU) if x.dtype in FLOATS else torch_backend.silu_and_mul(x)
+    return _activate(x, "silu", gated=True) if x.dtype in FLOATS else torch_backend.silu_and_mul(x)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: Literal["tanh", "none"]) -> torch.Tensor:
     """See `pagedattn.gelu_and_mul`."""
-    return _gate(x, _GELU[approximate]) if x.dtype in FLOATS else torch_backend.gelu_and_mul(x, approximate)
+    if x.dtype not in FLOATS:
+        return torch_backend.gelu_and_mul(x, approximate)
+    return _activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=True)
 
 
-def _gate(x: torch.Tensor, kind: int) -> torch.Tensor:
-    """The activation of x's first half, times its second."""
+def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """See `pagedattn.activation`."""
+    return _activate(x, kind, gated=False) if x.dtype in FLOATS else torch_backend.activation(x, kind)
+
+
+def _activate(x: torch.Tensor, kind: Activation, *, gated: bool) -> torch.Tensor:
+    """The activation of x, or of its first half, times its second."""
     if not x.is_contiguous():
         x = dense(x) if x.ndim == 2 else x.contiguous()
-    *leading, both = x.shape
-    width = both // 2
+    *leading, given = x.shape
+    width = given // 2 if gated else given
     out = x.new_empty((*leading, width))
-    kernels().gate(
-        GATE.pack(
-            x.data_ptr(),
-            out.data_ptr(),
-            out.numel() // width if width else 0,
-            width,
-            x.stride(0) if x.ndim == 2 else both,
-            kind,
-            TYPES[x.dtype],
-            torch.get_num_threads(),
-        )
+    launch(
+        ACTIVATION,
+        x.data_ptr(),
+        out.data_ptr(),
+        out.numel() // width if width else 0,
+        width,
+        x.stride(0) if x.ndim == 2 else given,
+        _ACTIVATIONS[kind],
+        gated,
+        TYPES[x.dtype],
+        torch.get_num_threads(),
     )
     return out

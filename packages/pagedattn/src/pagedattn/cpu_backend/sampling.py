@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
-from pagedattn.cpu_backend.arguments import SAMPLE, TYPES, dense
-from pagedattn.cpu_backend.ops import FLOATS, kernels
+from pagedattn.cpu_backend.arguments import SAMPLE, TYPES, dense, function
+from pagedattn.cpu_backend.ops import FLOATS
+
+
+@cache
+def _octavo_sample() -> Callable[[bytes], int]:
+    return function("octavo_sample", ctypes.c_int32, ctypes.c_char_p)
 
 
 def top_k_top_p_sample(
@@ -31,6 +40,6 @@ def top_k_top_p_sample(
         TYPES[logits.dtype],
         torch.get_num_threads(),
     )
-    if kernels().sample(arguments):
+    if _octavo_sample()(arguments):
         raise MemoryError("sampling on the CPU found no memory for its scratch space")
     return tokens

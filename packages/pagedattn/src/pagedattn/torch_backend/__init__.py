@@ -7,21 +7,23 @@ import torch
 from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
 from pagedattn.layout import FP8
-from pagedattn.torch_backend.activation import gelu_and_mul, silu_and_mul
+from pagedattn.torch_backend.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
 from pagedattn.torch_backend.grouped import grouped_matmul
 from pagedattn.torch_backend.linear import linear, linear_panel
-from pagedattn.torch_backend.norm import rms_norm
+from pagedattn.torch_backend.norm import layer_norm, rms_norm
 from pagedattn.torch_backend.prefill import Span, attend_span
 from pagedattn.torch_backend.rotary import rotary
 from pagedattn.torch_backend.sampling import top_k_top_p_sample
 
 __all__ = [
+    "activation",
     "attend",
     "copy_blocks",
     "gelu_and_mul",
     "grouped_matmul",
+    "layer_norm",
     "linear",
     "linear_panel",
     "rms_norm",

@@ -1,8 +1,9 @@
-"""RMS normalisation in plain torch."""
+"""Normalisation in plain torch."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(
@@ -13,6 +14,15 @@ def rms_norm(
         return _normalise(x, weight, eps)
     total = x + residual
     return _normalise(total, weight, eps), total
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `pagedattn.layer_norm`."""
+    total = x if residual is None else x + residual
+    out = F.layer_norm(total, total.shape[-1:], weight, bias, eps)
+    return out if residual is None else (out, total)
 
 
 def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pagedattn.torch_backend.activation import activation
 from pagedattn.torch_backend.linear import linear, linear_panel
+from pagedattn.torch_backend.norm import layer_norm
 from pagedattn.triton_backend.activation import gelu_and_mul, silu_and_mul
 from pagedattn.triton_backend.attention import attend, write_kv
 from pagedattn.triton_backend.copies import copy_blocks
@@ -12,10 +14,12 @@ from pagedattn.triton_backend.rotary import rotary
 from pagedattn.triton_backend.sampling import top_k_top_p_sample
 
 __all__ = [
+    "activation",
     "attend",
     "copy_blocks",
     "gelu_and_mul",
     "grouped_matmul",
+    "layer_norm",
     "linear",
     "linear_panel",
     "rms_norm",

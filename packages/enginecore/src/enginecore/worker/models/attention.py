@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from collectives import ColumnParallelLinear, Communicator, RowParallelLinear, attention_shards
 from enginecore.worker.models.norms import RMSNorm
+from enginecore.worker.models.rope import Rotation
 from enginecore.worker.models.spec import DecoderSpec
 from pagedattn import AttentionBatch, attend, rotary, write_kv
 
@@ -38,18 +39,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Tensor | None, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return the attention output of x [tokens, hidden], writing its keys and values to `cache`.
-
-        `rotation` [tokens, rotary_dim] holds the cosines and sines of the tokens' positions; None rotates
-        nothing.
-        """
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Return the attention output of x [tokens, hidden], writing its keys and values to `cache`."""
         parts = self.qkv(x).split(self.qkv.local_parts, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
-            query, key = rotary(query, key, None, rotation)
+            query, key = rotary(query, key, rotation.positions, rotation.cos_sin)
         write_kv(key, value, cache, batch.slots)
         mixed = attend(query, cache, batch, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
         return self.o(mixed.flatten(1))

@@ -48,6 +48,8 @@ class Decoder(nn.Module):
         self.first = held.start == 0
         self.last = held.stop == spec.num_layers
         tp = parallel.tp
+        self.is_sharded = tp.size > 1 or parallel.ep is not None
+        """Whether ranks exchange results within layers."""
         self.embed = Embedding(spec, tp) if self.first else None
         self._order = [Layer(spec, index, parallel) for index in held]
         self.layers = nn.ModuleList(self._order)
@@ -83,12 +85,34 @@ class Decoder(nn.Module):
         head_dim]. `rotation_lengths` int64 [tokens] is for models with a `dynamic_length`: the length of each
         token's sequence, by which it is rotated.
         """
+        outputs = self.run_layers(self.layer_inputs(inputs, positions, rotation_lengths), cache, batch)
+        return self.hidden(outputs)
+
+    def layer_inputs(
+        self, inputs: Tensor, positions: Tensor, rotation_lengths: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return what `run_layers` takes, all [tokens, …]: hidden states, positions, rows of rotations."""
         x = inputs if self.embed is None else self.embed(inputs, positions)
-        residual = x.new_zeros(x.shape)
-        rotations = self.rotary(positions, rotation_lengths)
+        return x, positions, *self.rotary.dynamic_rows(positions, rotation_lengths)
+
+    def run_layers(
+        self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch
+    ) -> tuple[Tensor, ...]:
+        """Run this stage's layers; return what `hidden` takes.
+
+        It is free of operations that `pagedattn.capture` cannot record, but for layers that have others.
+        """
+        x, positions, *dynamic_rows = inputs
+        residual: Tensor | None = None
+        rotations = self.rotary(positions, dynamic_rows)
         for layer, rotation, layer_cache in zip(self._order, rotations, cache.unbind(0), strict=True):
             x, residual = layer(x, residual, rotation, layer_cache, batch)
-        return x + residual if self.norm is None else self.norm.add(x, residual)[0]
+        assert residual is not None
+        return (x, residual) if self.norm is None else (self.norm.add(x, residual)[0],)
+
+    def hidden(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        """Return hidden states [tokens, hidden] of what `run_layers` returned."""
+        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
 
     def run_without_tokens(self) -> None:
         """Run the experts of this rank on the tokens of others, where it has none of its own."""

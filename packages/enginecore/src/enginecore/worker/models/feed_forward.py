@@ -4,24 +4,17 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from collectives import ColumnParallelLinear, Communicator, RowParallelLinear
 from enginecore.errors import ModelError
 from enginecore.worker.models.spec import Activation, DecoderSpec
+from pagedattn import activation as plain_activation
 from pagedattn import gelu_and_mul, silu_and_mul
 
 _GATED: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu_and_mul,
     "gelu": partial(gelu_and_mul, approximate="none"),
     "gelu_tanh": partial(gelu_and_mul, approximate="tanh"),
-}
-
-_PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
 }
 
 
@@ -31,10 +24,11 @@ def activation(spec: DecoderSpec) -> Callable[[Tensor], Tensor]:
     Raises:
         ModelError: there is no such activation with a gate.
     """
-    table = _GATED if spec.gated else _PLAIN
-    if spec.activation not in table:
+    if not spec.gated:
+        return partial(plain_activation, kind=spec.activation)
+    if spec.activation not in _GATED:
         raise ModelError(f"activation {spec.activation!r} is not supported with a gate")
-    return table[spec.activation]
+    return _GATED[spec.activation]
 
 
 class FeedForward(nn.Module):

@@ -15,6 +15,7 @@ from enginecore.worker.models.experts import SparseFeedForward
 from enginecore.worker.models.feed_forward import FeedForward
 from enginecore.worker.models.norms import LayerNorm, Norm, hidden_norm
 from enginecore.worker.models.parallel import ModelParallel
+from enginecore.worker.models.rope import Rotation
 from enginecore.worker.models.spec import DecoderSpec
 from pagedattn import AttentionBatch
 
@@ -40,12 +41,15 @@ class Layer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        residual: Tensor,
-        rotation: Tensor | None,
+        residual: Tensor | None,
+        rotation: Rotation | None,
         cache: Tensor,
         batch: AttentionBatch,
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, not yet added, and the residual stream, both [tokens, hidden]."""
+        """Return the layer's output, not yet added, and the residual stream, both [tokens, hidden].
+
+        The stream is x itself where there is no `residual` yet.
+        """
         normed, residual = self.input_norm.add(x, residual)
         mixed = self.attention(normed, rotation, cache, batch)
         if self.attention_output_norm is not None:

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from enginecore.worker.models.spec import DecoderSpec
-from pagedattn import rms_norm
+from pagedattn import layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -29,8 +28,10 @@ class RMSNorm(nn.Module):
         """Return x [..., size] normalised."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return norm(x + residual) and x + residual."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return norm(x + residual) and x + residual; None adds nothing."""
+        if residual is None:
+            return self(x), x
         return rms_norm(x, self.weight, self.eps, residual)
 
 
@@ -53,12 +54,13 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., size] normalised."""
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return norm(x + residual) and x + residual."""
-        total = x + residual
-        return self(total), total
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return norm(x + residual) and x + residual; None adds nothing."""
+        if residual is None:
+            return self(x), x
+        return layer_norm(x, self.weight, self.bias, self.eps, residual)
 
 
 Norm = RMSNorm | LayerNorm

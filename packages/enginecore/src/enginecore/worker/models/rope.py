@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +28,37 @@ class RotaryTables(nn.Module):
                 self.register_buffer(f"table{index}", cos_sin_table(rope, positions), persistent=False)
         self._positions = positions
 
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> list[Tensor | None]:
-        """Return, for each layer, rows float32 [tokens, rotary_dim] of positions int64 [tokens], or None.
+    def dynamic_rows(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return float32 [tokens, rotary_dim] for each rotation that goes by the sequence's length.
 
-        `lengths` int64 [tokens] has the length of each token's sequence, for dynamic NTK scaling;
-        without it each token is its sequence's last.
+        `positions` is int64 [tokens]. `lengths` int64 [tokens] has the length of each token's sequence, for
+        dynamic NTK scaling; without it each token is its sequence's last.
         """
-        rows = [
+        return tuple(
             dynamic_cos_sin(rope, positions, positions + 1 if lengths is None else lengths)
+            for rope in self._distinct
             if _grows(rope, self._positions)
-            else self.get_buffer(f"table{index}").index_select(0, positions)
+        )
+
+    def forward(self, positions: Tensor, dynamic_rows: Sequence[Tensor]) -> list["Rotation | None"]:
+        """Return the rotation of each layer at `positions` int64 [tokens]; None rotates nothing."""
+        rows = iter(dynamic_rows)
+        rotations = [
+            Rotation(next(rows), None)
+            if _grows(rope, self._positions)
+            else Rotation(self.get_buffer(f"table{index}"), positions)
             for index, rope in enumerate(self._distinct)
         ]
-        return [None if index is None else rows[index] for index in self._of_layer]
+        return [None if index is None else rotations[index] for index in self._of_layer]
+
+
+class Rotation(NamedTuple):
+    """How the queries and keys of a layer are rotated."""
+
+    cos_sin: Tensor
+    """float32 [rows, rotary_dim]: cosines, then sines."""
+    positions: Tensor | None
+    """int64 [tokens]: each token's row; None where row i is token i's."""
 
 
 def _grows(rope: RopeSpec, positions: int) -> bool:

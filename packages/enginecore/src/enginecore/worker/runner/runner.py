@@ -13,7 +13,7 @@ from enginecore.worker.runner.inputs import ModelInputs, build_inputs
 from enginecore.worker.sampling.sampler import position_logprobs, sample
 from enginecore.worker.sampling.state import SamplingState
 from kvblocks import BlockCopies, CopyList
-from pagedattn import copy_blocks
+from pagedattn import Program, copy_blocks
 
 
 class PendingOutput:
@@ -73,12 +73,14 @@ class Runner:
         dtype: torch.dtype,
         max_rows: int,
         max_len: int,
+        program: Program | None = None,
     ) -> None:
         """`cache` and `host_cache` are of one shape but for their blocks, dimension 1.
 
-        `dtype` is that of hidden states.
+        `dtype` is that of hidden states. `program` runs this stage's layers in the place of the modules.
         """
         self._model = model
+        self._program = program
         self._tp = tp
         self._pp = pp
         self._ep = ep
@@ -153,7 +155,10 @@ class Runner:
         if not self._model.first:
             shape = len(x), self._model.spec.hidden_size
             x = self._pp.recv(torch.empty(shape, dtype=self._dtype, device=x.device), self._pp.rank - 1)
-        return self._model(x, inputs.positions, self._cache, inputs.batch, rotation_lengths)
+        given = self._model.layer_inputs(x, inputs.positions, rotation_lengths)
+        if self._program is not None:
+            return self._model.hidden(self._program(given, inputs.batch))
+        return self._model.hidden(self._model.run_layers(given, self._cache, inputs.batch))
 
     def _swap_blocks(self, copies: BlockCopies) -> None:
         """Copy blocks of all layers from the device to the host, then from the host to the device."""

@@ -1,16 +1,16 @@
-/* Gated activations: an activation of the first half of each row, times the second. */
+/* Activations; gated ones are an activation of the first half of each row, times the second. */
 
 #include "rows.h"
 
-enum { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
+enum { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3 };
 
-/* Laid out as GATE of cpu_backend/arguments.py. */
+/* Laid out as ACTIVATION of cpu_backend/arguments.py. */
 typedef struct {
-    const void *x; /* [rows, 2 * width], rows `stride` elements apart */
+    const void *x; /* [rows, width], or [rows, 2 * width] if it is gated; rows `stride` elements apart */
     void *out;     /* [rows, width] */
     int64_t rows, width, stride;
-    int32_t kind, type, threads;
-} GateCall;
+    int32_t kind, gated, type, threads;
+} ActivationCall;
 
 /* Elements that a second thread is worth waking for. */
 #define LEAST_ELEMENTS_PER_THREAD 32768
@@ -40,6 +40,7 @@ INLINE vf normal_distribution(vf x) {
 
 INLINE vf activated(int kind, vf x) {
     if (kind == SILU) return x * sigmoid(x);
+    if (kind == RELU) return choose(x < splat(0.0f), (vf){0}, x);
     if (kind == GELU_ERF) return x * normal_distribution(x);
     /* (1 + tanh u) / 2 is the sigmoid of 2 u, which loses nothing to cancellation. */
     vf u = splat(0.797884561f) * x * (splat(1.0f) + splat(0.044715f) * x * x);
@@ -47,35 +48,46 @@ INLINE vf activated(int kind, vf x) {
 }
 
 /* W elements of a row, or the `left` that remain of it. */
-INLINE void gate_some(int kind, int type, const void *x, const void *up, void *out, int64_t i, int64_t left) {
-    store_upto(type, out, i, left, activated(kind, load_upto(type, x, i, left)) * load_upto(type, up, i, left));
+INLINE void activate_some(int kind, int type, const void *x, const void *up, void *out, int64_t i, int64_t left) {
+    vf y = activated(kind, load_upto(type, x, i, left));
+    store_upto(type, out, i, left, up ? y * load_upto(type, up, i, left) : y);
 }
 
-INLINE void gate_rows(const GateCall *call, int kind, int type, int64_t begin, int64_t end) {
+INLINE void activate_rows(const ActivationCall *call, int kind, int type, int64_t begin, int64_t end) {
     int64_t width = call->width, i;
     for (int64_t row = begin; row < end; row++) {
-        const void *x = at(type, call->x, row * call->stride), *up = at(type, x, width);
+        const void *x = at(type, call->x, row * call->stride);
+        const void *up = call->gated ? at(type, x, width) : NULL;
         void *out = (void *)at(type, call->out, row * width);
-        for (i = 0; i + W <= width; i += W) gate_some(kind, type, x, up, out, i, W);
-        if (i < width) gate_some(kind, type, x, up, out, i, width - i);
+        for (i = 0; i + W <= width; i += W) activate_some(kind, type, x, up, out, i, W);
+        if (i < width) activate_some(kind, type, x, up, out, i, width - i);
     }
 }
 
-#define GATE_ROW(KIND, TYPE)                 \
-    case 4 * KIND + TYPE:                    \
-        gate_rows(call, KIND, TYPE, begin, end);\
+#define ACTIVATE_ROW(KIND, TYPE)                      \
+    case 4 * KIND + TYPE:                             \
+        activate_rows(call, KIND, TYPE, begin, end);  \
         break;
-#define GATE_ROWS(KIND) GATE_ROW(KIND, FLOAT32) GATE_ROW(KIND, FLOAT16) GATE_ROW(KIND, BFLOAT16)
+#define ACTIVATE_ROWS(KIND) ACTIVATE_ROW(KIND, FLOAT32) ACTIVATE_ROW(KIND, FLOAT16) ACTIVATE_ROW(KIND, BFLOAT16)
 
-static void gate_range(const void *arguments, int64_t begin, int64_t end) {
-    const GateCall *call = arguments;
+static void activate_range(const void *arguments, int64_t begin, int64_t end) {
+    const ActivationCall *call = arguments;
     switch (4 * call->kind + call->type) {
-        GATE_ROWS(SILU)
-        GATE_ROWS(GELU_TANH)
-        GATE_ROWS(GELU_ERF)
+        ACTIVATE_ROWS(SILU)
+        ACTIVATE_ROWS(GELU_TANH)
+        ACTIVATE_ROWS(GELU_ERF)
+        ACTIVATE_ROWS(RELU)
     }
 }
 
-void octavo_gate(const GateCall *call) {
-    over_rows(gate_range, call, call->rows, call->width, LEAST_ELEMENTS_PER_THREAD, call->threads);
+static int64_t activation_threads(const void *arguments) {
+    const ActivationCall *call = arguments;
+    return threads_for_rows(call->rows, call->width, LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
+
+static void run_activation(const void *arguments) {
+    const ActivationCall *call = arguments;
+    share_rows(activate_range, call, call->rows);
+}
+
+const Kernel activation_kernel = {sizeof(ActivationCall), NULL, activation_threads, run_activation};

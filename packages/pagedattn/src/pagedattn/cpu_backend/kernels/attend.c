@@ -5,8 +5,6 @@
  * is read once for all of them (Juravsky et al., "Hydragen", https://arxiv.org/abs/2402.05099).
  */
 
-#include <stdlib.h>
-
 #include "check.h"
 #include "decode.h"
 #include "plan.h"
@@ -34,79 +32,108 @@ static void merge(const Call *call, const Parts *parts, int token, int head, flo
     finish(call, parts, &whole, token, head, highest, total, sums, 1);
 }
 
-/* Runs the plan; returns -1 when a thread finds no memory. */
-static int run(const Plan *plan, const Parts *parts, int threads) {
-    const Call *call = plan->call;
-    int failed = 0, dim = call->head_dim;
-    int64_t by_rows = decode_scratch(MOST_DECODE_HEADS, dim), by_tile = tile_scratch(dim);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        float *scratch = malloc(sizeof(float) * (by_rows > by_tile ? by_rows : by_tile));
-        if (!scratch) {
-#pragma omp atomic write
-            failed = -1;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < plan->num_works; i++) {
-            if (!scratch) continue;
-            const Work *work = plan->works + i;
-            if (by_rows_pays(call, work->tokens, slice_heads(call)))
-                attend_decode(call, parts, work, scratch);
-            else
-                attend_tile(call, parts, work, scratch);
-        }
-        if (parts->sums) {
-#pragma omp for schedule(dynamic, 16)
-            for (int64_t i = 0; i < (int64_t)call->num_tokens * call->q_heads; i++) {
-                int token = i / call->q_heads;
-                if (scratch && parts->starts[token + 1] > parts->starts[token])
-                    merge(call, parts, token, i % call->q_heads, scratch);
-            }
-        }
-        free(scratch);
-    }
-    return failed;
+/* How a batch is cut, and the memory that this takes: the same for all layers whose attention has one shape. */
+typedef struct Schedule {
+    struct Schedule *next;
+    Call of;
+    Work *works;
+    int64_t num_works;
+    Parts parts;
+    float *scratch; /* [threads, scratch_floats] */
+    int64_t scratch_floats;
+    int threads;
+} Schedule;
+
+INLINE int alike(const Call *a, const Call *b) {
+    return a->query_starts == b->query_starts && a->lengths == b->lengths && a->block_table == b->block_table &&
+           a->num_blocks == b->num_blocks && a->q_heads == b->q_heads && a->kv_heads == b->kv_heads &&
+           a->head_dim == b->head_dim && a->block_size == b->block_size && a->shared_prefix == b->shared_prefix &&
+           a->window == b->window && a->type == b->type && a->cache_type == b->cache_type;
 }
 
-int octavo_check_batch(const Call *call, int64_t num_blocks, int64_t table_columns, int32_t *which) {
-    return check_batch(call, num_blocks, table_columns, which);
-}
-
-/* Returns 0, or -1 when memory is short. */
-int octavo_attend(const Call *call) {
-    int threads = call->threads, failed = -1;
+/* Fills a schedule in; returns whether there was memory. */
+static int fill(Schedule *schedule, const Call *call, Scratch *memory) {
     Plan plan = {.call = call};
-    Parts parts = {0};
-    plan.part_counts = calloc(call->num_tokens, sizeof(int32_t));
-    parts.starts = malloc(sizeof(int32_t) * (call->num_tokens + 1));
-    if (!plan.part_counts || !parts.starts) goto done;
+    schedule->threads = call->threads;
+    plan.part_counts = take(memory, sizeof(int32_t) * call->num_tokens);
+    schedule->parts.starts = take(memory, sizeof(int32_t) * (call->num_tokens + 1));
+    if (!plan.part_counts || !schedule->parts.starts) return 0;
+    memset(plan.part_counts, 0, sizeof(int32_t) * call->num_tokens);
     make_plan(&plan);
-    if (plan.cost / LEAST_COST_PER_THREAD < threads) threads = 1 + plan.cost / LEAST_COST_PER_THREAD;
-    if (threads > 1) {
-        plan.piece_cost = 1 + plan.cost / (threads * PIECES_PER_THREAD);
+    if (plan.cost / LEAST_COST_PER_THREAD < schedule->threads)
+        schedule->threads = 1 + plan.cost / LEAST_COST_PER_THREAD;
+    if (schedule->threads > 1) {
+        plan.piece_cost = 1 + plan.cost / (schedule->threads * PIECES_PER_THREAD);
         make_plan(&plan);
     }
-    plan.works = malloc(sizeof(Work) * plan.num_works);
-    if (!plan.works) goto done;
+    plan.works = take(memory, sizeof(Work) * plan.num_works);
+    if (!plan.works) return 0;
     make_plan(&plan);
+    schedule->works = plan.works;
+    schedule->num_works = plan.num_works;
 
-    int64_t num_parts = 0;
+    int64_t num_parts = 0, dim = call->head_dim;
     for (int t = 0; t < call->num_tokens; t++) {
-        parts.starts[t] = num_parts;
+        schedule->parts.starts[t] = num_parts;
         num_parts += plan.part_counts[t];
     }
-    parts.starts[call->num_tokens] = num_parts;
+    schedule->parts.starts[call->num_tokens] = num_parts;
     if (num_parts) {
-        parts.sums = malloc(sizeof(float) * num_parts * call->q_heads * call->head_dim);
-        parts.logs = malloc(sizeof(float) * num_parts * call->q_heads * 2);
-        if (!parts.sums || !parts.logs) goto done;
+        schedule->parts.sums = take(memory, sizeof(float) * num_parts * call->q_heads * dim);
+        schedule->parts.logs = take(memory, sizeof(float) * num_parts * call->q_heads * 2);
+        if (!schedule->parts.sums || !schedule->parts.logs) return 0;
     }
-    failed = run(&plan, &parts, threads);
-done:
-    free(parts.logs);
-    free(parts.sums);
-    free(plan.works);
-    free(parts.starts);
-    free(plan.part_counts);
-    return failed;
+    int64_t by_rows = decode_scratch(MOST_DECODE_HEADS, dim), by_tile = tile_scratch(dim);
+    schedule->scratch_floats = ((by_rows > by_tile ? by_rows : by_tile) + 15) / 16 * 16;
+    schedule->scratch = take(memory, sizeof(float) * schedule->scratch_floats * call->threads);
+    return schedule->scratch != NULL;
 }
+
+/* Returns 0, an error of check.h, or NO_MEMORY. */
+static int64_t prepare_attend(void *arguments, Scratch *memory) {
+    Call *call = arguments;
+    int32_t longest = 0;
+    for (int seq = 0; seq < call->num_seqs; seq++)
+        if (call->lengths[seq] > longest) longest = call->lengths[seq];
+    call->window = call->given_window < longest ? call->given_window : 0;
+    for (Schedule *known = memory->attention; known; known = known->next)
+        if (alike(&known->of, call)) {
+            call->schedule = known;
+            return PREPARED;
+        }
+    int64_t error = check_batch(call);
+    if (error != PREPARED) return error;
+    Schedule *schedule = take(memory, sizeof *schedule);
+    if (!schedule) return NO_MEMORY;
+    *schedule = (Schedule){.next = memory->attention, .of = *call};
+    if (!fill(schedule, call, memory)) return NO_MEMORY;
+    memory->attention = schedule;
+    call->schedule = schedule;
+    return PREPARED;
+}
+
+static int64_t attend_threads(const void *arguments) { return ((const Call *)arguments)->schedule->threads; }
+
+static void run_attend(const void *arguments) {
+    const Call *call = arguments;
+    const Schedule *schedule = call->schedule;
+    const Parts *parts = &schedule->parts;
+    float *scratch = schedule->scratch + team_rank() * schedule->scratch_floats;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < schedule->num_works; i++) {
+        const Work *work = schedule->works + i;
+        if (by_rows_pays(call, work->tokens, slice_heads(call)))
+            attend_decode(call, parts, work, scratch);
+        else
+            attend_tile(call, parts, work, scratch);
+    }
+    if (!parts->sums) return;
+#pragma omp for schedule(dynamic, 16) nowait
+    for (int64_t i = 0; i < (int64_t)call->num_tokens * call->q_heads; i++) {
+        int token = i / call->q_heads;
+        if (parts->starts[token + 1] > parts->starts[token])
+            merge(call, parts, token, i % call->q_heads, scratch);
+    }
+}
+
+const Kernel attend_kernel = {sizeof(Call), prepare_attend, attend_threads, run_attend};

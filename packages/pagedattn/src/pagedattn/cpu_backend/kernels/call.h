@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "kernel.h"
 #include "vectors.h"
 
 /* Keys that are scored at a time: their scores, and what they are made of, stay in the first-level cache. */
@@ -13,9 +14,12 @@ typedef struct {
     void *out;
     const int32_t *query_starts, *lengths, *block_table;
     const float *slopes, *sinks, *kv_scales; /* each may be NULL */
+    const struct Schedule *schedule;         /* set when the call is prepared */
     int64_t query_stride, query_head_stride, out_stride, out_head_stride, table_stride;
+    int64_t num_blocks, table_columns;
     int32_t num_seqs, num_decodes, num_tokens, q_heads, kv_heads, head_dim, block_size;
-    int32_t shared_prefix, window; /* a window of 0 is none */
+    int32_t shared_prefix, given_window; /* a window of 0 is none */
+    int32_t window;                      /* set when the call is prepared: none where nothing reaches beyond it */
     int32_t type, cache_type, threads;
     float scale, soft_cap; /* a cap of 0 is none */
 } Call;

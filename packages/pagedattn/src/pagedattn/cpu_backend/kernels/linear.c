@@ -27,9 +27,6 @@
 /* Multiplications that a second thread is worth waking for. */
 #define LEAST_PRODUCTS_PER_THREAD 65536
 
-/* Elements of x that are worth packing on several threads. */
-#define LEAST_ELEMENTS_TO_SHARE 16384
-
 /* Laid out as LINEAR of cpu_backend/arguments.py. Strides count elements. */
 typedef struct {
     const void *x, *weight, *bias; /* [rows, inputs], packed, [outputs]; bias may be NULL */
@@ -157,35 +154,34 @@ static void pack(const Grid *grid, int64_t tile) {
     }
 }
 
-/* Run by every thread of a team, or by one outside of any. */
-static void multiply_shared(const Grid *grid, int shares_packing) {
-    if (shares_packing) {
-#pragma omp for schedule(dynamic)
-        for (int64_t tile = 0; tile < grid->tiles; tile++) pack(grid, tile);
-    }
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t piece = 0; piece < grid->blocks * grid->groups; piece++) multiply_piece(grid, piece);
-}
-
-void octavo_linear(const LinearCall *call) {
+static Grid grid_of(const LinearCall *call, int64_t threads) {
     Grid grid = {.call = call};
-    int64_t threads = call->threads, worth = 1 + call->rows * call->inputs * call->outputs / LEAST_PRODUCTS_PER_THREAD;
-    if (worth < threads) threads = worth;
     grid.tiles = (call->rows + TALLEST - 1) / TALLEST;
     grid.blocks = (grid.tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK;
     grid.panels = (call->outputs + PANEL - 1) / PANEL;
     grid.groups = 1 + threads * PIECES_PER_THREAD / grid.blocks;
     if (grid.groups > grid.panels) grid.groups = grid.panels;
-    int shares_packing = threads > 1 && is_packed(call) && call->rows * call->inputs >= LEAST_ELEMENTS_TO_SHARE;
-    if (is_packed(call) && !shares_packing)
-        for (int64_t tile = 0; tile < grid.tiles; tile++) pack(&grid, tile);
-    if (threads == 1) {
-        multiply_shared(&grid, 0);
-        return;
-    }
-#pragma omp parallel num_threads(threads)
-    multiply_shared(&grid, shares_packing);
+    return grid;
 }
+
+static int64_t linear_threads(const void *arguments) {
+    const LinearCall *call = arguments;
+    int64_t worth = 1 + call->rows * call->inputs * call->outputs / LEAST_PRODUCTS_PER_THREAD;
+    return worth < call->threads ? worth : call->threads;
+}
+
+static void run_linear(const void *arguments) {
+    const LinearCall *call = arguments;
+    Grid grid = grid_of(call, team_size());
+    if (is_packed(call)) {
+#pragma omp for schedule(dynamic)
+        for (int64_t tile = 0; tile < grid.tiles; tile++) pack(&grid, tile);
+    }
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t piece = 0; piece < grid.blocks * grid.groups; piece++) multiply_piece(&grid, piece);
+}
+
+const Kernel linear_kernel = {sizeof(LinearCall), NULL, linear_threads, run_linear};
 
 /* Output columns of a panel, which the packed weight is laid out by. */
 int32_t octavo_linear_panel(void) { return PANEL; }

@@ -77,6 +77,14 @@ static void norm_range(const void *arguments, int64_t begin, int64_t end) {
     }
 }
 
-void octavo_rms_norm(const NormCall *call) {
-    over_rows(norm_range, call, call->rows.rows, call->hidden, LEAST_ELEMENTS_PER_THREAD, call->threads);
+static int64_t norm_threads(const void *arguments) {
+    const NormCall *call = arguments;
+    return threads_for_rows(call->rows.rows, call->hidden, LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
+
+static void run_norm(const void *arguments) {
+    const NormCall *call = arguments;
+    share_rows(norm_range, call, call->rows.rows);
+}
+
+const Kernel norm_kernel = {sizeof(NormCall), NULL, norm_threads, run_norm};

@@ -88,11 +88,24 @@ static void turn_range(const void *arguments, int64_t begin, int64_t end) {
     }
 }
 
-/* Returns -1, or the first token whose position lies outside of cos_sin; then nothing is written. */
-int64_t octavo_rotary(const RotaryCall *call) {
+/* Returns 0, or 1 plus the first token whose position lies outside of cos_sin. */
+static int64_t check_positions(void *arguments, Scratch *scratch) {
+    const RotaryCall *call = arguments;
+    (void)scratch;
     for (int64_t token = 0; call->positions && token < call->tokens; token++)
-        if (call->positions[token] < 0 || call->positions[token] >= call->max_position) return token;
-    int64_t elements_per_token = (call->q_heads + call->kv_heads) * call->head_dim;
-    over_rows(turn_range, call, call->tokens, elements_per_token, LEAST_ELEMENTS_PER_THREAD, call->threads);
-    return -1;
+        if (call->positions[token] < 0 || call->positions[token] >= call->max_position) return 1 + token;
+    return PREPARED;
 }
+
+static int64_t rotary_threads(const void *arguments) {
+    const RotaryCall *call = arguments;
+    int64_t elements_per_token = (call->q_heads + call->kv_heads) * call->head_dim;
+    return threads_for_rows(call->tokens, elements_per_token, LEAST_ELEMENTS_PER_THREAD, call->threads);
+}
+
+static void run_rotary(const void *arguments) {
+    const RotaryCall *call = arguments;
+    share_rows(turn_range, call, call->tokens);
+}
+
+const Kernel rotary_kernel = {sizeof(RotaryCall), check_positions, rotary_threads, run_rotary};

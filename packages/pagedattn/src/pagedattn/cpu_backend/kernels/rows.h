@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "kernel.h"
 #include "vectors.h"
 
 /* Where row r lies: rows are counted in two levels (tokens and heads), each with its stride in elements. */
@@ -33,16 +34,21 @@ INLINE void store_upto(int type, void *p, int64_t index, int64_t left, vf x) {
     for (int64_t i = 0; i < left; i++) store_one(type, p, index + i, line[i]);
 }
 
-/* Runs `work` over all rows, on as many threads as they are worth: one more for each `least` elements. */
-static inline void over_rows(void (*work)(const void *call, int64_t begin, int64_t end), const void *call,
-                             int64_t rows, int64_t elements_per_row, int64_t least, int threads) {
+/* How many threads rows are worth where each is worth waking for `least` elements. */
+INLINE int64_t threads_for_rows(int64_t rows, int64_t elements_per_row, int64_t least, int64_t threads) {
     int64_t worth = 1 + rows * elements_per_row / least;
     if (worth < threads) threads = worth;
-    if (rows < threads) threads = rows;
-    if (threads <= 1) {
+    return rows < threads ? rows : threads;
+}
+
+/* Runs `work` over all rows, cut into as many ranges as the team has threads. */
+static inline void share_rows(void (*work)(const void *call, int64_t begin, int64_t end), const void *call,
+                              int64_t rows) {
+    int64_t size = team_size(), parts = rows < size ? rows : size;
+    if (size == 1) {
         work(call, 0, rows); /* even a team of one takes OpenMP as long as a short row takes here */
         return;
     }
-#pragma omp parallel for num_threads(threads)
-    for (int part = 0; part < threads; part++) work(call, rows * part / threads, rows * (part + 1) / threads);
+#pragma omp for schedule(static) nowait
+    for (int64_t part = 0; part < parts; part++) work(call, rows * part / parts, rows * (part + 1) / parts);
 }

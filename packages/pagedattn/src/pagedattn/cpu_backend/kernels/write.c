@@ -1,6 +1,6 @@
 /* Storing new tokens' keys and values in the cache. */
 
-#include "vectors.h"
+#include "rows.h"
 
 /* Laid out as WriteArguments of cpu_backend/arguments.py. Strides count elements. */
 typedef struct {
@@ -28,16 +28,10 @@ INLINE void store_row(const WriteCall *call, void *to, const void *from, float s
     for (; d < dim; d++) store_one(FLOAT8, to, d, load_one(call->type, from, d) / scale);
 }
 
-/* Returns -1, or the first token whose slot the cache does not have; nothing is stored then. */
-int octavo_write_kv(const WriteCall *call) {
-    for (int token = 0; token < call->num_tokens; token++)
-        if (call->slots[token] >= call->num_slots) return token;
+static void write_range(const void *arguments, int64_t begin, int64_t end) {
+    const WriteCall *call = arguments;
     int64_t size = size_of(call->type), row_bytes = call->head_dim * size_of(call->cache_type);
-    int64_t elements = (int64_t)call->num_tokens * call->kv_heads * call->head_dim;
-    int threads = elements / LEAST_ELEMENTS_PER_THREAD < call->threads ? 1 + elements / LEAST_ELEMENTS_PER_THREAD
-                                                                       : call->threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int token = 0; token < call->num_tokens; token++) {
+    for (int64_t token = begin; token < end; token++) {
         int64_t slot = call->slots[token];
         if (slot < 0) continue;
         for (int head = 0; head < call->kv_heads; head++) {
@@ -53,5 +47,26 @@ int octavo_write_kv(const WriteCall *call) {
                       scales ? scales[call->kv_heads + head] : 1.0f);
         }
     }
-    return -1;
 }
+
+/* Returns 0, or 1 plus the first token whose slot the cache does not have. */
+static int64_t check_slots(void *arguments, Scratch *scratch) {
+    const WriteCall *call = arguments;
+    (void)scratch;
+    for (int64_t token = 0; token < call->num_tokens; token++)
+        if (call->slots[token] >= call->num_slots) return 1 + token;
+    return PREPARED;
+}
+
+static int64_t write_threads(const void *arguments) {
+    const WriteCall *call = arguments;
+    return threads_for_rows(call->num_tokens, (int64_t)call->kv_heads * call->head_dim, LEAST_ELEMENTS_PER_THREAD,
+                            call->threads);
+}
+
+static void run_write(const void *arguments) {
+    const WriteCall *call = arguments;
+    share_rows(write_range, call, call->num_tokens);
+}
+
+const Kernel write_kernel = {sizeof(WriteCall), check_slots, write_threads, run_write};

@@ -1,0 +1,100 @@
+"""Programs: what a model does in a step, recorded once and run by one call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pagedattn.backends import backend_name
+from pagedattn.batch import AttentionBatch
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+class CaptureError(ValueError):
+    """A function cannot be recorded as a program; the message says what is in the way."""
+
+
+class Program(Protocol):
+    """Kernels that run one after another by one team of threads, for any number of tokens up to `max_tokens`.
+
+    One thread may call it at a time. It keeps the function that it was recorded from. What that has besides
+    its inputs (weights, caches, tables) must stay where it was: changed in place, not replaced.
+    """
+
+    max_tokens: int
+
+    @property
+    def num_operations(self) -> int:
+        """Kernels in a run."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that results between kernels take."""
+        ...
+
+    def __call__(self, inputs: Inputs, batch: AttentionBatch) -> Inputs:
+        """Run it; return new tensors [tokens, …].
+
+        Raises ValueError for more tokens than `max_tokens` and for inputs that differ in type or width from
+        the recorded ones, and what the kernels raise when a batch does not fit its cache: then nothing has
+        run.
+        """
+        ...
+
+
+def capture(
+    run: Callable[[Inputs, AttentionBatch], Inputs],
+    example: Callable[[int], Inputs],
+    *,
+    block_size: int,
+    max_tokens: int,
+    backend: str | None = None,
+) -> Program:
+    """Record what `run(inputs, batch)` does, as a program that is called likewise.
+
+    `run` takes contiguous tensors `[tokens, …]` and returns new ones. It may call this package's `linear`,
+    `rms_norm`, `rotary`, `write_kv`, `attend` and gated activations, and take views; any other operation of
+    torch is an error, since a run of the program would leave it out. `example(tokens)` makes inputs. `run` is
+    called with two of them and batches of `block_size` that store nothing and attend to block 0; from what
+    differs the program knows what to set anew in each run.
+
+    Raises CaptureError where `run` cannot be recorded, or the back end has no programs.
+    """
+    examples = [(example(batch.num_tokens), batch) for batch in _batches(block_size)]
+    name = backend_name(examples[0][0][0].device, backend)
+    if name != "cpu":
+        raise CaptureError(f"the back end {name} has no programs")
+    program = importlib.import_module("pagedattn.cpu_backend.program")
+    return program.record(run, examples, max_tokens)
+
+
+def _batches(block_size: int) -> list[AttentionBatch]:
+    """Return two batches, no two of whose numbers are in the same proportion."""
+    return [
+        _batch(block_size, queries=[1, 1, 5], shared_blocks=1, columns=16, stride=36),
+        _batch(block_size, queries=[1, 1, 1, 4, 4], shared_blocks=3, columns=40, stride=81),
+    ]
+
+
+def _batch(
+    block_size: int, *, queries: list[int], shared_blocks: int, columns: int, stride: int
+) -> AttentionBatch:
+    counts = torch.tensor(queries, dtype=torch.int32)
+    starts = torch.zeros(len(queries) + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    lengths = counts + shared_blocks * block_size
+    return AttentionBatch(
+        query_starts=starts,
+        lengths=lengths,
+        block_table=torch.zeros(len(queries), stride, dtype=torch.int32)[:, :columns],
+        slots=torch.full((sum(queries),), -1, dtype=torch.int64),
+        max_query=max(queries),
+        max_length=int(lengths.max()),
+        num_decodes=queries.count(1),
+        shared_prefix=shared_blocks * block_size,
+    )

@@ -1,0 +1,140 @@
+"""The recorded layers against the modules that they were recorded from, on the same schedules."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+from checkpoints import (
+    gemma_config,
+    gpt2_config,
+    llama_config,
+    mixtral_config,
+    random_sizes,
+    save_random,
+)
+from cores import Ask, run, start_core
+from pagedattn.cpu_backend import arguments
+
+CONFIGS = {
+    "llama": llama_config(),
+    "llama, biases and linear rope": llama_config(
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    ),
+    "llama, dynamic rope": llama_config(
+        max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "mistral, a window": MistralConfig(**random_sizes(sliding_window=12)),
+    "qwen2": Qwen2Config(**random_sizes()),
+    "qwen3": Qwen3Config(**random_sizes(head_dim=24)),
+    "phi3": Phi3Config(**random_sizes(pad_token_id=0)),
+    "gemma": gemma_config(1),
+    "gemma2": gemma_config(2),
+    "gemma3": gemma_config(3),
+    "gpt2": gpt2_config(),
+    "starcoder2": Starcoder2Config(**random_sizes(use_bias=True)),
+}
+
+SCHEDULES = {
+    "whole prompts": {},
+    "chunks, prefix hits and preemptions": {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 5,
+        "block_size": 4,
+        "num_blocks_override": 30,
+        "max_model_len": 100,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request, tmp_path_factory):
+    return save_random(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
+
+
+def asks():
+    """Prompts of many lengths, some with a prefix in common."""
+    prefix = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    return [Ask(prefix[: 4 * (number % 3)] + [7 + number] * (1 + 9 * number % 40), 12) for number in range(8)]
+
+
+def answers(model, **options):
+    core = start_core(model, **options)
+    found = [answer.tokens for answer in run(core, asks())]
+    return found, core
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_same_tokens(model, options, caplog):
+    caplog.set_level(logging.INFO)
+    found, _ = answers(model, **options)
+    assert "the layers are one program" in caplog.text
+    assert found == answers(model, enforce_eager=True, **options)[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_same_tokens_in_half_precision(dtype, tmp_path):
+    path = save_random(llama_config(), tmp_path)
+    assert answers(path, dtype=dtype)[0] == answers(path, dtype=dtype, enforce_eager=True)[0]
+
+
+def test_experts_run_operation_by_operation(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    found, _ = answers(save_random(mixtral_config(), tmp_path))
+    assert "the model runs operation by operation: aten." in caplog.text
+    assert found == answers(tmp_path, enforce_eager=True)[0]
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts_of_a_step(path, rows, monkeypatch):
+    """Torch dispatches and kernels called one by one in a decode step of so many rows."""
+    core = start_core(path, enable_prefix_caching=False)
+    for number in range(rows):
+        core.add(0, _message(number))
+    for _ in range(3):
+        core.step()
+    called = []
+    launch = arguments._octavo_run()
+    monkeypatch.setattr(arguments, "_octavo_run", lambda: lambda *given: called.append(1) or launch(*given))
+    with Dispatches() as dispatches:
+        core.step()
+    monkeypatch.undo()
+    return dispatches.count, len(called)
+
+
+def _message(number):
+    from cores import message
+
+    return message(number, Ask([5, 6, number], 20))
+
+
+def test_a_step_does_not_grow_with_layers_and_rows(tmp_path, monkeypatch):
+    """Nothing is timed: what a step asks of torch and of the kernels is counted."""
+    two = save_random(llama_config(), tmp_path / "two")
+    six = save_random(llama_config(num_hidden_layers=6), tmp_path / "six")
+    alone = counts_of_a_step(two, 1, monkeypatch)
+    assert counts_of_a_step(six, 1, monkeypatch) == alone
+    assert counts_of_a_step(six, 16, monkeypatch) == alone
+    dispatches, kernels = alone
+    assert kernels == 1  # the head's product
+    assert dispatches <= 60
+    assert torch.is_inference_mode_enabled() is False
