@@ -21,7 +21,7 @@ from checkpoints import (
     random_sizes,
     save_random,
 )
-from cores import Ask, run, start_core
+from cores import Ask, message, run, start_core
 from pagedattn.cpu_backend import arguments
 
 CONFIGS = {
@@ -109,7 +109,7 @@ def counts_of_a_step(path, rows, monkeypatch):
     """Torch dispatches and kernels called one by one in a decode step of so many rows."""
     core = start_core(path, enable_prefix_caching=False)
     for number in range(rows):
-        core.add(0, _message(number))
+        core.add(0, message(number, Ask([5, 6, number], 20)))
     for _ in range(3):
         core.step()
     called = []
@@ -119,12 +119,6 @@ def counts_of_a_step(path, rows, monkeypatch):
         core.step()
     monkeypatch.undo()
     return dispatches.count, len(called)
-
-
-def _message(number):
-    from cores import message
-
-    return message(number, Ask([5, 6, number], 20))
 
 
 def test_a_step_does_not_grow_with_layers_and_rows(tmp_path, monkeypatch):
