@@ -85,9 +85,17 @@ static int64_t activation_threads(const void *arguments) {
     return threads_for_rows(call->rows, call->width, LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
 
-static void run_activation(const void *arguments) {
+static int64_t activation_pieces(const void *arguments, int stage, int64_t threads) {
     const ActivationCall *call = arguments;
-    share_rows(activate_range, call, call->rows);
+    (void)stage;
+    return row_pieces(call->rows, call->width, threads);
 }
 
-const Kernel activation_kernel = {sizeof(ActivationCall), NULL, activation_threads, run_activation};
+static void run_activation(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const ActivationCall *call = arguments;
+    int64_t rows = call->rows, pieces = activation_pieces(call, stage, threads);
+    (void)thread;
+    activate_range(call, first_of(rows, pieces, piece), first_of(rows, pieces, piece + 1));
+}
+
+const Kernel activation_kernel = {sizeof(ActivationCall), NULL, activation_threads, activation_pieces, run_activation, 1};

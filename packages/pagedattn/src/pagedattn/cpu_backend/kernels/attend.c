@@ -114,26 +114,37 @@ static int64_t prepare_attend(void *arguments, Scratch *memory) {
 
 static int64_t attend_threads(const void *arguments) { return ((const Call *)arguments)->schedule->threads; }
 
-static void run_attend(const void *arguments) {
+/* First the pieces of the schedule, then the merging of tokens that have parts. */
+static int64_t attend_pieces(const void *arguments, int stage, int64_t threads) {
     const Call *call = arguments;
-    const Schedule *schedule = call->schedule;
-    const Parts *parts = &schedule->parts;
-    float *scratch = schedule->scratch + team_rank() * schedule->scratch_floats;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < schedule->num_works; i++) {
-        const Work *work = schedule->works + i;
-        if (by_rows_pays(call, work->tokens, slice_heads(call)))
-            attend_decode(call, parts, work, scratch);
-        else
-            attend_tile(call, parts, work, scratch);
-    }
-    if (!parts->sums) return;
-#pragma omp for schedule(dynamic, 16) nowait
-    for (int64_t i = 0; i < (int64_t)call->num_tokens * call->q_heads; i++) {
+    if (stage == 0) return call->schedule->num_works;
+    int64_t results = call->schedule->parts.sums ? (int64_t)call->num_tokens * call->q_heads : 0;
+    return results < 4 * threads ? results : 4 * threads;
+}
+
+static void merge_some(const Call *call, int64_t begin, int64_t end, float *scratch) {
+    const Parts *parts = &call->schedule->parts;
+    for (int64_t i = begin; i < end; i++) {
         int token = i / call->q_heads;
         if (parts->starts[token + 1] > parts->starts[token])
             merge(call, parts, token, i % call->q_heads, scratch);
     }
 }
 
-const Kernel attend_kernel = {sizeof(Call), prepare_attend, attend_threads, run_attend};
+static void run_attend(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const Call *call = arguments;
+    const Schedule *schedule = call->schedule;
+    float *scratch = schedule->scratch + thread * schedule->scratch_floats;
+    if (stage == 1) {
+        int64_t results = (int64_t)call->num_tokens * call->q_heads, pieces = attend_pieces(call, stage, threads);
+        merge_some(call, results * piece / pieces, results * (piece + 1) / pieces, scratch);
+        return;
+    }
+    const Work *work = schedule->works + piece;
+    if (by_rows_pays(call, work->tokens, slice_heads(call)))
+        attend_decode(call, &schedule->parts, work, scratch);
+    else
+        attend_tile(call, &schedule->parts, work, scratch);
+}
+
+const Kernel attend_kernel = {sizeof(Call), prepare_attend, attend_threads, attend_pieces, run_attend, 2};

@@ -5,18 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-static inline int team_size(void) { return omp_get_num_threads(); }
-static inline int team_rank(void) { return omp_get_thread_num(); }
-#else
-static inline int team_size(void) { return 1; }
-static inline int team_rank(void) { return 0; }
-#endif
-
 /* What the operations of one run share. */
 typedef struct {
-    struct Chunk *chunks;    /* memory, freed when they have run */
+    struct Chunk *chunks;       /* memory, freed when they have run */
     struct Schedule *attention; /* schedules of attention, which layers share; see attend.c */
 } Scratch;
 
@@ -25,11 +16,17 @@ void *take(Scratch *scratch, size_t bytes);
 
 enum { PREPARED = 0, NO_MEMORY = -1 }; /* of `prepare`; positive numbers are errors of the kernel's own */
 
+#define MOST_STAGES 2
+
+/* The work of a kernel is cut into pieces, which threads take as they come. They may be done in any order, but that
+ * all of a stage are done before one of the next begins. */
 typedef struct {
-    int64_t bytes;                                 /* of its arguments */
-    int64_t (*prepare)(void *call, Scratch *scratch); /* by one thread, before the first operation runs; may be NULL */
-    int64_t (*threads)(const void *call);          /* worth waking for it, where it runs alone */
-    void (*run)(const void *call);                 /* by every thread of a team, which then waits for all of it */
+    int64_t bytes;                                    /* of its arguments */
+    int64_t (*prepare)(void *call, Scratch *scratch); /* by one thread, before the first piece; may be NULL */
+    int64_t (*threads)(const void *call);             /* worth waking for it, where it runs alone */
+    int64_t (*pieces)(const void *call, int stage, int64_t threads);
+    void (*run)(const void *call, int stage, int64_t piece, int64_t threads, int64_t thread);
+    int stages;
 } Kernel;
 
 extern const Kernel norm_kernel, layer_norm_kernel, rotary_kernel, activation_kernel, write_kernel, attend_kernel,

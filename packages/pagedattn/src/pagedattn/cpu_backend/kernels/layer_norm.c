@@ -69,9 +69,17 @@ static int64_t layer_norm_threads(const void *arguments) {
     return threads_for_rows(call->rows, call->hidden, LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
 
-static void run_layer_norm(const void *arguments) {
+static int64_t layer_norm_pieces(const void *arguments, int stage, int64_t threads) {
     const LayerNormCall *call = arguments;
-    share_rows(normalise_range, call, call->rows);
+    (void)stage;
+    return row_pieces(call->rows, call->hidden, threads);
 }
 
-const Kernel layer_norm_kernel = {sizeof(LayerNormCall), NULL, layer_norm_threads, run_layer_norm};
+static void run_layer_norm(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const LayerNormCall *call = arguments;
+    int64_t rows = call->rows, pieces = layer_norm_pieces(call, stage, threads);
+    (void)thread;
+    normalise_range(call, first_of(rows, pieces, piece), first_of(rows, pieces, piece + 1));
+}
+
+const Kernel layer_norm_kernel = {sizeof(LayerNormCall), NULL, layer_norm_threads, layer_norm_pieces, run_layer_norm, 1};

@@ -170,18 +170,25 @@ static int64_t linear_threads(const void *arguments) {
     return worth < call->threads ? worth : call->threads;
 }
 
-static void run_linear(const void *arguments) {
+/* First the tiles of x that are packed, then the products. */
+static int64_t linear_pieces(const void *arguments, int stage, int64_t threads) {
     const LinearCall *call = arguments;
-    Grid grid = grid_of(call, team_size());
-    if (is_packed(call)) {
-#pragma omp for schedule(dynamic)
-        for (int64_t tile = 0; tile < grid.tiles; tile++) pack(&grid, tile);
-    }
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t piece = 0; piece < grid.blocks * grid.groups; piece++) multiply_piece(&grid, piece);
+    Grid grid = grid_of(call, threads);
+    if (stage == 0) return is_packed(call) ? grid.tiles : 0;
+    return grid.blocks * grid.groups;
 }
 
-const Kernel linear_kernel = {sizeof(LinearCall), NULL, linear_threads, run_linear};
+static void run_linear(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const LinearCall *call = arguments;
+    Grid grid = grid_of(call, threads);
+    (void)thread;
+    if (stage == 0)
+        pack(&grid, piece);
+    else
+        multiply_piece(&grid, piece);
+}
+
+const Kernel linear_kernel = {sizeof(LinearCall), NULL, linear_threads, linear_pieces, run_linear, 2};
 
 /* Output columns of a panel, which the packed weight is laid out by. */
 int32_t octavo_linear_panel(void) { return PANEL; }

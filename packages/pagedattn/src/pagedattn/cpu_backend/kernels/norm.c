@@ -82,9 +82,17 @@ static int64_t norm_threads(const void *arguments) {
     return threads_for_rows(call->rows.rows, call->hidden, LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
 
-static void run_norm(const void *arguments) {
+static int64_t norm_pieces(const void *arguments, int stage, int64_t threads) {
     const NormCall *call = arguments;
-    share_rows(norm_range, call, call->rows.rows);
+    (void)stage;
+    return row_pieces(call->rows.rows, call->hidden, threads);
 }
 
-const Kernel norm_kernel = {sizeof(NormCall), NULL, norm_threads, run_norm};
+static void run_norm(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const NormCall *call = arguments;
+    int64_t rows = call->rows.rows, pieces = norm_pieces(call, stage, threads);
+    (void)thread;
+    norm_range(call, first_of(rows, pieces, piece), first_of(rows, pieces, piece + 1));
+}
+
+const Kernel norm_kernel = {sizeof(NormCall), NULL, norm_threads, norm_pieces, run_norm, 1};

@@ -1,9 +1,20 @@
 /* Kernels run alone, or one after another by one team of threads. */
 
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernel.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+static int64_t team_size(void) { return omp_get_num_threads(); }
+static int64_t team_rank(void) { return omp_get_thread_num(); }
+#else
+static int64_t team_size(void) { return 1; }
+static int64_t team_rank(void) { return 0; }
+#endif
 
 /* By the numbers of cpu_backend/arguments.py. */
 static const Kernel *const KERNELS[] = {&norm_kernel,  &layer_norm_kernel, &rotary_kernel, &activation_kernel,
@@ -37,6 +48,52 @@ static int64_t prepare(const Kernel *kernel, void *call, Scratch *scratch) {
     return kernel->prepare ? kernel->prepare(call, scratch) : PREPARED;
 }
 
+/* How far a stage is: pieces taken and pieces done. Each has a cache line of its own. */
+typedef struct {
+    _Atomic int64_t taken, done;
+} __attribute__((aligned(64))) Progress;
+
+/* Looks at a stage that others have pieces of before a waiting thread offers its core to other processes. */
+#define LOOKS 200
+
+static inline void pause_briefly(int looks) {
+    if (looks >= LOOKS)
+        sched_yield();
+    else
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#else
+        atomic_signal_fence(memory_order_seq_cst);
+#endif
+}
+
+/* Takes pieces until there are none, then waits for those that others have taken.
+ *
+ * Nobody waits for a thread that has no piece, so that one whose core another process has at the moment holds up only
+ * what it has begun. */
+static void run_stage(const Kernel *kernel, const void *call, int stage, Progress *progress, int64_t threads,
+                      int64_t thread) {
+    int64_t count = kernel->pieces(call, stage, threads), mine = 0, piece;
+    while ((piece = atomic_fetch_add_explicit(&progress->taken, 1, memory_order_relaxed)) < count) {
+        kernel->run(call, stage, piece, threads, thread);
+        mine++;
+    }
+    if (mine) atomic_fetch_add_explicit(&progress->done, mine, memory_order_release);
+    for (int looks = 0; atomic_load_explicit(&progress->done, memory_order_acquire) < count; looks++)
+        pause_briefly(looks);
+}
+
+static void run_by_one(const Kernel *kernel, const void *call) {
+    for (int stage = 0; stage < kernel->stages; stage++)
+        for (int64_t piece = 0, count = kernel->pieces(call, stage, 1); piece < count; piece++)
+            kernel->run(call, stage, piece, 1, 0);
+}
+
+static void run_by_many(const Kernel *kernel, const void *call, Progress *progress, int64_t threads, int64_t thread) {
+    for (int stage = 0; stage < kernel->stages; stage++)
+        run_stage(kernel, call, stage, progress + stage, threads, thread);
+}
+
 /* Runs one kernel; returns PREPARED, or why it did not run. */
 int64_t octavo_run(int32_t number, const void *arguments) {
     const Kernel *kernel = KERNELS[number];
@@ -45,12 +102,13 @@ int64_t octavo_run(int32_t number, const void *arguments) {
     Scratch scratch = {0};
     int64_t error = prepare(kernel, call, &scratch);
     if (error == PREPARED) {
-        int threads = kernel->threads(call);
+        int64_t threads = kernel->threads(call);
+        Progress progress[MOST_STAGES] = {0};
         if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-            kernel->run(call);
+            run_by_many(kernel, call, progress, team_size(), team_rank());
         } else {
-            kernel->run(call);
+            run_by_one(kernel, call);
         }
     }
     give_back(&scratch);
@@ -89,11 +147,15 @@ static void patch(const Program *program, const int64_t *bases, const int64_t *c
     }
 }
 
-static void run_all(const Program *program) {
+static void run_all(const Program *program, Progress *progress, int64_t threads, int64_t thread) {
     for (int64_t i = 0; i < program->num_operations; i++) {
         const Operation *operation = program->operations + i;
-        KERNELS[operation->kernel]->run(program->arguments + operation->arguments);
-#pragma omp barrier
+        const Kernel *kernel = KERNELS[operation->kernel];
+        const void *call = program->arguments + operation->arguments;
+        if (threads == 1)
+            run_by_one(kernel, call);
+        else
+            run_by_many(kernel, call, progress + MOST_STAGES * i, threads, thread);
     }
 }
 
@@ -107,12 +169,16 @@ int64_t octavo_replay(const Program *program, const int64_t *bases, const int64_
         error = prepare(KERNELS[operation->kernel], program->arguments + operation->arguments, &scratch);
         if (error != PREPARED) break;
     }
+    size_t bytes = MOST_STAGES * sizeof(Progress) * program->num_operations;
+    Progress *progress = error == PREPARED ? take(&scratch, bytes) : NULL;
+    if (error == PREPARED && !progress) error = NO_MEMORY;
     if (error == PREPARED) {
+        memset(progress, 0, bytes);
         if (program->threads > 1) {
 #pragma omp parallel num_threads(program->threads)
-            run_all(program);
+            run_all(program, progress, team_size(), team_rank());
         } else {
-            run_all(program);
+            run_all(program, progress, 1, 0);
         }
     }
     give_back(&scratch);

@@ -97,15 +97,26 @@ static int64_t check_positions(void *arguments, Scratch *scratch) {
     return PREPARED;
 }
 
+INLINE int64_t elements_per_token(const RotaryCall *call) {
+    return (int64_t)(call->q_heads + call->kv_heads) * call->head_dim;
+}
+
 static int64_t rotary_threads(const void *arguments) {
     const RotaryCall *call = arguments;
-    int64_t elements_per_token = (call->q_heads + call->kv_heads) * call->head_dim;
-    return threads_for_rows(call->tokens, elements_per_token, LEAST_ELEMENTS_PER_THREAD, call->threads);
+    return threads_for_rows(call->tokens, elements_per_token(call), LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
 
-static void run_rotary(const void *arguments) {
+static int64_t rotary_pieces(const void *arguments, int stage, int64_t threads) {
     const RotaryCall *call = arguments;
-    share_rows(turn_range, call, call->tokens);
+    (void)stage;
+    return row_pieces(call->tokens, elements_per_token(call), threads);
 }
 
-const Kernel rotary_kernel = {sizeof(RotaryCall), check_positions, rotary_threads, run_rotary};
+static void run_rotary(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const RotaryCall *call = arguments;
+    int64_t rows = call->tokens, pieces = rotary_pieces(call, stage, threads);
+    (void)thread;
+    turn_range(call, first_of(rows, pieces, piece), first_of(rows, pieces, piece + 1));
+}
+
+const Kernel rotary_kernel = {sizeof(RotaryCall), check_positions, rotary_threads, rotary_pieces, run_rotary, 1};

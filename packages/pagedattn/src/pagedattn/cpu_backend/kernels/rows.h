@@ -41,14 +41,15 @@ INLINE int64_t threads_for_rows(int64_t rows, int64_t elements_per_row, int64_t 
     return rows < threads ? rows : threads;
 }
 
-/* Runs `work` over all rows, cut into as many ranges as the team has threads. */
-static inline void share_rows(void (*work)(const void *call, int64_t begin, int64_t end), const void *call,
-                              int64_t rows) {
-    int64_t size = team_size(), parts = rows < size ? rows : size;
-    if (size == 1) {
-        work(call, 0, rows); /* even a team of one takes OpenMP as long as a short row takes here */
-        return;
-    }
-#pragma omp for schedule(static) nowait
-    for (int64_t part = 0; part < parts; part++) work(call, rows * part / parts, rows * (part + 1) / parts);
+/* Elements that are worth a piece of their own where threads run anyway. */
+#define LEAST_ELEMENTS_PER_PIECE 4096
+
+/* Pieces of rows of about the same size. */
+INLINE int64_t row_pieces(int64_t rows, int64_t elements_per_row, int64_t threads) {
+    int64_t pieces = 1 + rows * elements_per_row / LEAST_ELEMENTS_PER_PIECE;
+    if (pieces > 2 * threads) pieces = 2 * threads;
+    return rows < pieces ? rows : pieces;
 }
+
+/* The first row of a piece, or the end of the last. */
+INLINE int64_t first_of(int64_t rows, int64_t pieces, int64_t piece) { return rows * piece / pieces; }

@@ -58,15 +58,24 @@ static int64_t check_slots(void *arguments, Scratch *scratch) {
     return PREPARED;
 }
 
+INLINE int64_t elements_per_token(const WriteCall *call) { return (int64_t)call->kv_heads * call->head_dim; }
+
 static int64_t write_threads(const void *arguments) {
     const WriteCall *call = arguments;
-    return threads_for_rows(call->num_tokens, (int64_t)call->kv_heads * call->head_dim, LEAST_ELEMENTS_PER_THREAD,
-                            call->threads);
+    return threads_for_rows(call->num_tokens, elements_per_token(call), LEAST_ELEMENTS_PER_THREAD, call->threads);
 }
 
-static void run_write(const void *arguments) {
+static int64_t write_pieces(const void *arguments, int stage, int64_t threads) {
     const WriteCall *call = arguments;
-    share_rows(write_range, call, call->num_tokens);
+    (void)stage;
+    return row_pieces(call->num_tokens, elements_per_token(call), threads);
 }
 
-const Kernel write_kernel = {sizeof(WriteCall), check_slots, write_threads, run_write};
+static void run_write(const void *arguments, int stage, int64_t piece, int64_t threads, int64_t thread) {
+    const WriteCall *call = arguments;
+    int64_t rows = call->num_tokens, pieces = write_pieces(call, stage, threads);
+    (void)thread;
+    write_range(call, first_of(rows, pieces, piece), first_of(rows, pieces, piece + 1));
+}
+
+const Kernel write_kernel = {sizeof(WriteCall), check_slots, write_threads, write_pieces, run_write, 1};
