@@ -30,6 +30,30 @@ def test_decodes_come_first_and_keep_their_order():
     assert made.last.tolist() == [0, 1, 4, 6]
 
 
+def test_block_tables_of_neighbours_are_not_copied():
+    tables = torch.arange(20, dtype=torch.int32).view(4, 5)
+
+    def batch_of(rows, starts, counts):
+        made = build_inputs(
+            np.array(rows),
+            np.array(starts),
+            np.array(counts),
+            tokens=torch.zeros(4, 10, dtype=torch.int32),
+            block_tables=tables,
+            host_tables=tables.numpy(),
+            block_size=2,
+        )
+        return made.batch.block_table
+
+    # The longest has six tokens, in three blocks.
+    view = batch_of([3, 1, 2], [5, 4, 1], [1, 1, 1])
+    assert view.tolist() == [[5, 6, 7], [10, 11, 12], [15, 16, 17]]
+    assert view.data_ptr() == tables[1].data_ptr()
+    assert batch_of([3, 1], [5, 4], [1, 1]).tolist() == [[5, 6, 7], [15, 16, 17]]
+    assert batch_of([1, 2], [0, 5], [3, 1]).tolist() == [[10, 11, 12], [5, 6, 7]]
+    assert batch_of([3], [5], [1]).data_ptr() == tables[3].data_ptr()
+
+
 def test_a_prefix_that_all_rows_share_is_found():
     tables = [[7, 8, 1, 2, 0], [7, 8, 3, 4, 0], [7, 8, 5, 0, 0], [9, 8, 6, 0, 0]]
     assert inputs([0, 1, 2], [6, 7, 4], [1, 1, 2], tables).batch.shared_prefix == 4

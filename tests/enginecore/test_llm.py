@@ -159,6 +159,22 @@ def test_prompt_logprobs_are_computed_in_pieces_of_max_num_seqs(model, monkeypat
             assert entry.logprob == pytest.approx(expected[token].item(), abs=1e-3)
 
 
+def test_prompt_logprobs_of_several_requests_in_a_step(llm):
+    def params(width):
+        return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=width)
+
+    prompts, widths = ["abcdefgh", "xyz", "hello", "q", "hello there"], [2, None, 0, 1, 2]
+    together = llm.generate(prompts, [params(width) for width in widths])
+    for prompt, width, output in zip(prompts, widths, together, strict=True):
+        alone = llm.generate(prompt, params(width))[0].prompt_logprobs
+        assert (output.prompt_logprobs is None) == (width is None)
+        for entry, expected in zip((output.prompt_logprobs or [])[1:], (alone or [])[1:], strict=True):
+            assert list(entry) == list(expected)
+            for token, found in entry.items():
+                assert found.rank == expected[token].rank
+                assert found.logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+
+
 def test_the_engine_steps(model):
     engine = LLMEngine(make_config({"model": str(model), "dtype": "float32", "device": "cpu"}))
     params = SamplingParams(**GREEDY, output_kind=RequestOutputKind.DELTA)

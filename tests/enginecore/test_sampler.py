@@ -9,8 +9,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
-from enginecore.worker.sampling.processors import apply_penalties
-from enginecore.worker.sampling.sampler import sample
+from enginecore.worker.sampling.logprobs import merged
+from enginecore.worker.sampling.sampler import SamplingRows, sample
 from enginecore.worker.sampling.state import SamplingState
 
 VOCAB = 600
@@ -37,12 +37,23 @@ def state_of(starts):
     return state, tokens
 
 
+class Drawn(NamedTuple):
+    tokens: torch.Tensor
+    logprobs: dict
+
+
 def draw(logits, starts):
     """Sample each row of logits [n, vocab] by its start."""
     state, tokens = state_of(starts)
-    rows = np.arange(len(starts), dtype=np.int32)
-    lengths = np.array([len(entry.tokens) for entry in starts])
-    return sample(torch.tensor(logits, dtype=torch.float32), rows, lengths, tokens, state)
+    lengths = [len(entry.tokens) for entry in starts]
+    return draw_rows(torch.tensor(logits, dtype=torch.float32), range(len(starts)), lengths, tokens, state)
+
+
+def draw_rows(logits, rows, lengths, tokens, state):
+    """Sample `rows`, which hold `lengths` of `tokens`."""
+    batch = SamplingRows.upload(np.array(rows, np.int32), np.array(lengths), tokens.device)
+    sampled = sample(logits, batch, tokens, state)
+    return Drawn(sampled.tokens, merged(sampled.logprobs))
 
 
 def allowed(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -125,7 +136,7 @@ def test_repetition_penalty_is_the_one_of_transformers():
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits.clone())
     assert not torch.equal(expected, logits)
     state, held = state_of([start(SamplingParams(repetition_penalty=1.3), tokens=tokens, num_prompt=4)])
-    apply_penalties(logits, np.array([0], np.int32), np.array([len(tokens)]), held, state)
+    draw_rows(logits, [0], [len(tokens)], held, state)
     torch.testing.assert_close(logits, expected)
 
 
@@ -184,5 +195,5 @@ def test_a_row_keeps_nothing_of_its_last_request():
     state.set(0, 3, start(SamplingParams(temperature=0)).sampling)
     logits = torch.zeros(1, VOCAB)
     logits[0, 9] = 1
-    sampled = sample(logits, np.array([0], np.int32), np.array([3]), tokens, state)
+    sampled = draw_rows(logits, [0], [3], tokens, state)
     assert (int(sampled.tokens[0]), sampled.logprobs) == (9, {})

@@ -25,7 +25,7 @@ from enginecore.worker.models.stages import split_layers
 from enginecore.worker.runner.kv_sizing import CacheSize, cache_reason, cache_size, cpu_bytes, cuda_bytes
 from enginecore.worker.runner.program import layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
-from enginecore.worker.sampling.sampler import position_logprobs
+from enginecore.worker.sampling.sampler import sample_with_everything
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
 from pagedattn import AttentionBatch, KVLayout, allocate, backend_name
 
@@ -287,7 +287,6 @@ def _peak_bytes(
     if model.last:
         # As many rows as are sampled, or as a piece of a prompt's log probabilities has.
         rows = min(count, config.max_num_seqs)
-        logprobs = model.logits(hidden[:rows]).float().log_softmax(-1)
-        position_logprobs(logprobs, zeros[:rows], config.max_logprobs)
+        sample_with_everything(model.logits(hidden[:rows]), config.max_logprobs)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from batchsched import AdmittedRow
 from enginecore.executor.step import SampledTokens
+from enginecore.worker.sampling.upload import upload_integers
 from kvblocks import TableChanges
 
 
@@ -26,17 +27,13 @@ class InputBuffers:
         tokens = torch.from_numpy(np.array(admitted.tokens, np.int32))
         self.tokens[admitted.row, : len(tokens)] = tokens.to(self.tokens.device, non_blocking=True)
 
-    def append(self, rows: np.ndarray, positions: np.ndarray, sampled: Tensor) -> None:
+    def append(self, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
         """Write the sampled ids [k] at `positions` of `rows`, without reading them back; 0 for NOT_FINITE."""
-        where = torch.from_numpy(np.stack([rows, positions]).astype(np.int64)).to(
-            sampled.device, non_blocking=True
-        )
-        self.tokens[where[0], where[1]] = sampled.to(torch.int32).clamp(min=0)
+        self.tokens[rows, positions] = sampled.to(torch.int32).clamp(min=0)
 
     def append_from_host(self, sampled: SampledTokens) -> None:
         """Write tokens that another stage sampled."""
-        ids = torch.from_numpy(np.array(sampled.ids)).to(self.tokens.device, non_blocking=True)
-        self.append(sampled.rows, sampled.positions, ids)
+        self.append(*upload_integers(sampled, self.tokens.device))
 
     def change_tables(self, changes: TableChanges) -> None:
         """Set new entries of the block tables."""

@@ -13,14 +13,16 @@ class ModelInputs(NamedTuple):
     """A step as the model sees it: sequences that decode come first."""
 
     order: np.ndarray
-    """int64[n]: the plan's rows in the order in which they lie in the batch."""
+    """int64[n]: where in the plan each sequence of the batch is: decoding rows, ascending, come first."""
     ids: Tensor
     """int64[tokens]."""
     positions: Tensor
     """int64[tokens]."""
     batch: AttentionBatch
-    last: Tensor
-    """int64[n]: where each sequence's last token lies."""
+    rows: Tensor
+    """int32[n]: the row of each sequence."""
+    last: np.ndarray
+    """int32[n], on the host: where each sequence's last token lies."""
     query_starts: np.ndarray
     """int32[n + 1], on the host."""
 
@@ -41,7 +43,8 @@ def build_inputs(
     model's device; `host_tables` holds the same block tables. Host arrays go to the device in one copy, and
     nothing is read back.
     """
-    order = np.argsort(counts > 1, kind="stable")
+    # Where all rows of a range decode, as in most steps, their block tables need not be gathered.
+    order = np.lexsort((rows, counts > 1))
     rows, starts, counts = rows[order], starts[order], counts[order]
     query_starts = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
@@ -64,14 +67,22 @@ def build_inputs(
     batch = AttentionBatch(
         query_starts=d_starts,
         lengths=d_lengths,
-        block_table=block_tables[d_rows, :used_blocks],
+        block_table=_table(block_tables, rows, d_rows, used_blocks),
         slots=slots,
         max_query=int(counts.max()),
         max_length=max_length,
         num_decodes=int((counts == 1).sum()),
         shared_prefix=_shared_prefix(rows, counts, lengths, host_tables, block_size),
     )
-    return ModelInputs(order, ids, flat_positions, batch, d_starts[1:].long() - 1, query_starts)
+    return ModelInputs(order, ids, flat_positions, batch, d_rows, query_starts[1:] - 1, query_starts)
+
+
+def _table(tables: Tensor, rows: np.ndarray, device_rows: Tensor, width: int) -> Tensor:
+    """Return the first `width` entries of the rows' block tables: a view where the rows are neighbours."""
+    first = int(rows[0])
+    if (rows == np.arange(first, first + len(rows))).all():
+        return tables[first : first + len(rows), :width]
+    return tables[device_rows, :width]
 
 
 def _shared_prefix(
@@ -80,4 +91,5 @@ def _shared_prefix(
     # Nearly always the first blocks differ, and the tables need not be gathered.
     if len(rows) < 2 or (tables[rows, 0] != tables[rows[0], 0]).any():
         return 0
-    return find_shared_prefix(counts, lengths, tables[rows], block_size)
+    most = int((lengths - counts).min()) // block_size
+    return find_shared_prefix(counts, lengths, tables[rows, :most], block_size)

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from collectives import Communicator
 from enginecore.executor.step import StepInput, StepOutput
-from enginecore.messages import PositionLogprobs
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.runner.buffers import InputBuffers
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
-from enginecore.worker.sampling.sampler import position_logprobs, sample
+from enginecore.worker.sampling.logprobs import LogprobColumns, merged
+from enginecore.worker.sampling.sampler import SamplingRows, sample
 from enginecore.worker.sampling.state import SamplingState
+from enginecore.worker.sampling.upload import upload_integers
 from kvblocks import BlockCopies, CopyList
 from pagedattn import Program, copy_blocks
 
@@ -23,14 +24,20 @@ class PendingOutput:
         self,
         step: int,
         tokens: Tensor,
-        logprobs: dict[int, PositionLogprobs],
-        prompt_logprobs: dict[int, PositionLogprobs],
+        places: np.ndarray,
+        logprobs: list[LogprobColumns],
+        prompt_logprobs: list[LogprobColumns],
     ) -> None:
+        """`places` int[n] says where each of `tokens` [n], and of the keys of `logprobs`, is in the results.
+
+        The copies of log probabilities to the host have been started, on the device of `tokens`.
+        """
         self._step = step
         self._tokens = tokens.to(torch.int32).to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if tokens.is_cuda else None
         if self._copied is not None:
             self._copied.record()
+        self._places = places
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
         self._unfinished: Tensor | None = None
@@ -46,8 +53,11 @@ class PendingOutput:
         """Return what the step sampled."""
         if self._copied is not None:
             self._copied.synchronize()
+        tokens = np.empty_like(self._tokens.numpy())
+        tokens[self._places] = self._tokens.numpy()
         unfinished = None if self._unfinished is None else bool(self._unfinished)
-        return StepOutput(self._step, self._tokens.numpy(), self._logprobs, self._prompt_logprobs, unfinished)
+        logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
+        return StepOutput(self._step, tokens, logprobs, merged(self._prompt_logprobs), unfinished)
 
 
 class Runner:
@@ -171,57 +181,87 @@ class Runner:
         step: StepInput,
         inputs: ModelInputs,
         hidden: Tensor,
-        prompt_logprobs: dict[int, PositionLogprobs],
+        prompt_logprobs: list[LogprobColumns],
     ) -> PendingOutput:
         plan = step.plan
-        picked = np.flatnonzero(plan.samples)
-        if not len(picked):
-            return PendingOutput(plan.step, torch.empty(0, dtype=torch.int32), {}, prompt_logprobs)
-        place = np.empty(len(inputs.order), np.int64)
-        place[inputs.order] = np.arange(len(inputs.order))
-        last = inputs.last[torch.from_numpy(place[picked]).to(hidden.device, non_blocking=True)]
-        logits = self._model.logits(hidden[last])
-        rows = plan.rows[picked]
-        lengths = plan.starts[picked] + plan.counts[picked]
+        # In the batch's order: whether a sequence samples, and which of the plan's sampling rows it is.
+        samples = plan.samples[inputs.order]
+        if not samples.any():
+            # On the device, so that the prompts' log probabilities are waited for.
+            nothing = torch.empty(0, dtype=torch.int64, device=hidden.device)
+            return PendingOutput(plan.step, nothing, np.empty(0, np.int64), [], prompt_logprobs)
+        places = (np.cumsum(plan.samples) - 1)[inputs.order[samples]]
+        batch, hidden = self._sampling_rows(step, inputs, hidden, samples)
+        logits = self._model.logits(hidden)
         if self._tp.rank == 0:
-            tokens, logprobs = sample(logits, rows, lengths, self._buffers.tokens, self._sampling)
+            tokens, logprobs = sample(logits, batch, self._buffers.tokens, self._sampling)
         else:
-            tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=logits.device), {}
+            tokens, logprobs = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device), []
         tokens = self._tp.broadcast(tokens)
-        self._buffers.append(rows, lengths, tokens)
-        return PendingOutput(plan.step, tokens, logprobs, prompt_logprobs)
+        self._buffers.append(batch.device_rows, batch.device_lengths, tokens)
+        return PendingOutput(plan.step, tokens, places, logprobs, prompt_logprobs)
 
-    def _prompt_logprobs(
-        self, step: StepInput, inputs: ModelInputs, hidden: Tensor
-    ) -> dict[int, PositionLogprobs]:
+    def _sampling_rows(
+        self, step: StepInput, inputs: ModelInputs, hidden: Tensor, samples: np.ndarray
+    ) -> tuple[SamplingRows, Tensor]:
+        """Return the rows that sample, by `samples` bool[n], and the last token's hidden state of each."""
+        plan, order = step.plan, inputs.order
+        rows, lengths = plan.rows[order], plan.starts[order] + plan.counts[order]
+        if samples.sum() == len(hidden):
+            # Each token is the last of its row.
+            return SamplingRows(rows, lengths, inputs.rows, inputs.batch.lengths.long()), hidden
+        columns = [column[samples] for column in (rows, lengths, inputs.last)]
+        device_rows, device_lengths, last = upload_integers(columns, hidden.device)
+        return SamplingRows(columns[0], columns[1], device_rows, device_lengths), hidden[last]
+
+    def _prompt_logprobs(self, step: StepInput, inputs: ModelInputs, hidden: Tensor) -> list[LogprobColumns]:
         """Return the log probabilities of the prompt tokens that this step's positions predict, by row."""
         plan, state = step.plan, self._sampling
-        found: dict[int, PositionLogprobs] = {}
-        for index in np.flatnonzero(state.prompt_logprobs[plan.rows] > -2).tolist():
-            row, start = int(plan.rows[index]), int(plan.starts[index])
-            end = min(start + int(plan.counts[index]), int(state.num_prompt[row]) - 1)
-            first = max(start, int(state.prompt_logprobs_done[row]))
-            if first >= end:
-                continue
-            place = int(np.flatnonzero(inputs.order == index)[0])
-            offset = int(inputs.query_starts[place]) - start
-            state.prompt_logprobs_done[row] = end
-            pieces = []
-            # Never more logits at once than sampling has, which memory was measured with.
-            for begin in range(first, end, self._max_rows):
-                stop = min(begin + self._max_rows, end)
-                logits = self._model.logits(hidden[offset + begin : offset + stop])
-                if self._tp.rank == 0:
-                    actual = self._buffers.tokens[row, begin + 1 : stop + 1].long()
-                    logprobs = logits.float().log_softmax(-1)
-                    pieces.append(position_logprobs(logprobs, actual, int(state.prompt_logprobs[row])))
-            if pieces:
-                found[row] = PositionLogprobs(*map(np.concatenate, zip(*pieces)))
+        taken, firsts, ends = state.take_prompt_positions(plan.rows, plan.starts, plan.starts + plan.counts)
+        if not len(taken):
+            return []
+        places = np.empty(len(inputs.order), np.int64)
+        places[inputs.order] = np.arange(len(inputs.order))
+        offsets = inputs.query_starts[places[taken]] - plan.starts[taken]
+        rows, counts = plan.rows[taken], ends - firsts
+        widths = state.prompt_logprobs[rows]
+        found = []
+        for width in np.unique(widths).tolist():
+            columns = [column[widths == width] for column in (rows, firsts, counts, offsets)]
+            found.append(self._prompt_columns(hidden, *columns, width=width))
+        return found if self._tp.rank == 0 else []
+
+    def _prompt_columns(
+        self,
+        hidden: Tensor,
+        rows: np.ndarray,
+        firsts: np.ndarray,
+        counts: np.ndarray,
+        offsets: np.ndarray,
+        *,
+        width: int,
+    ) -> LogprobColumns:
+        """Return the `width` likeliest successors of `counts` positions of `rows` from `firsts` on.
+
+        Hidden states of a row are at its positions plus its offset; all but `hidden` and `width` are int[k].
+        """
+        each = np.arange(len(rows)).repeat(counts)
+        positions = np.arange(len(each)) + (firsts - np.cumsum(counts) + counts)[each]
+        columns = [rows[each], positions + 1, positions + offsets[each]]
+        of, following, where = upload_integers(columns, hidden.device)
+        actual = self._buffers.tokens[of, following].long()
+        found = LogprobColumns(rows, counts, width, self._model.spec.vocab_size, hidden.device)
+        # Never more logits at once than sampling has, which memory was measured with.
+        for begin in range(0, len(each), self._max_rows):
+            piece = slice(begin, begin + self._max_rows)
+            logits = self._model.logits(hidden[where[piece]])
+            if self._tp.rank == 0:
+                found.write(begin, logits, actual[piece])
         return found
 
 
 def _nothing(step: StepInput) -> PendingOutput:
-    return PendingOutput(step.plan.step, torch.empty(0, dtype=torch.int32), {}, {})
+    return PendingOutput(step.plan.step, torch.empty(0), np.empty(0, np.int64), [], [])
 
 
 def _pairs(copies: CopyList) -> Tensor:

@@ -7,83 +7,93 @@ import torch
 from torch import Tensor
 
 from enginecore.executor.step import NOT_FINITE
-from enginecore.messages import PositionLogprobs
-from enginecore.worker.sampling.processors import apply_constraints, apply_penalties
+from enginecore.messages import RowSampling
+from enginecore.sampling_params import SamplingParams
+from enginecore.worker.sampling.columns import Part, SamplingColumns
+from enginecore.worker.sampling.logprobs import LogprobColumns
+from enginecore.worker.sampling.penalties import HELD
 from enginecore.worker.sampling.state import SamplingState
+from enginecore.worker.sampling.upload import upload_integers
 from pagedattn import top_k_top_p_sample
 
 
+class SamplingRows(NamedTuple):
+    """Rows that sample in a step, int[n], and how many tokens each holds; on the host and on the device."""
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    device_rows: Tensor
+    device_lengths: Tensor
+    """int64."""
+
+    @classmethod
+    def upload(cls, rows: np.ndarray, lengths: np.ndarray, device: torch.device) -> "SamplingRows":
+        """Put both columns on `device`."""
+        return cls(rows, lengths, *upload_integers([rows, lengths], device))
+
+
 class Sampled(NamedTuple):
-    """Ids or NOT_FINITE, int64 [n] on the device, and log probabilities by index for the rows that asked."""
+    """Ids or NOT_FINITE, int64 [n] on the device, and log probabilities by index, of the rows that asked."""
 
     tokens: Tensor
-    logprobs: dict[int, PositionLogprobs]
+    logprobs: list[LogprobColumns]
 
 
-def sample(
-    logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor, state: SamplingState
-) -> Sampled:
-    """Choose a token for each row of logits [n, vocab]; row i holds `lengths[i]` tokens so far.
+def sample(logits: Tensor, batch: SamplingRows, tokens: Tensor, state: SamplingState) -> Sampled:
+    """Choose a token for each row of logits [n, vocab] in any floating-point dtype; they may be overwritten.
 
     `tokens` is int32 [max_rows, max_len]. Log probabilities are those of the model, before any setting
     changes them. The order of the rest is vLLM's: bans and bias, penalties, temperature, min-p, top-k, top-p.
     """
-    logits = logits.float()
-    asked = np.flatnonzero(state.logprobs[rows] > -2)
-    raw = logits[torch.from_numpy(asked)].log_softmax(-1) if len(asked) else None
-    if state.constrained:
-        apply_constraints(logits, rows, lengths, tokens, state)
-    if state.penalised[rows].any():
-        apply_penalties(logits, rows, lengths, tokens, state)
-    chosen = _choose(logits, rows, lengths, state).clamp(0, logits.shape[-1] - 1)
-    # Where all logits are NaN so is the chosen one: to look at it costs nothing.
-    finite = logits.gather(-1, chosen[:, None])[:, 0].isfinite()
-    tokens = torch.where(finite, chosen, NOT_FINITE)
-    return Sampled(tokens, {} if raw is None else _collect(raw, asked, chosen, rows, state))
+    columns = state.columns(batch.rows, batch.lengths, logits.dtype, logits.device)
+    drawn = [_draw(logits, part, columns, batch, tokens) for part in columns.parts]
+    if columns.order is None:
+        chosen, finite = drawn[0]
+    else:
+        chosen, finite = (torch.cat(column)[columns.order] for column in zip(*drawn, strict=True))
+    logprobs = []
+    for index, rows, width in columns.logprobs:
+        found = LogprobColumns(index, np.ones(len(index), np.int64), width, logits.shape[-1], logits.device)
+        found.write(0, logits, chosen if rows is None else chosen[rows], rows)
+        logprobs.append(found)
+    return Sampled(torch.where(finite, chosen, NOT_FINITE), logprobs)
 
 
-def position_logprobs(logprobs: Tensor, tokens: Tensor, width: int) -> PositionLogprobs:
-    """Return log probabilities of `tokens` [n] and of the `width` likeliest at each position, on the host.
+def sample_with_everything(logits: Tensor, max_logprobs: int) -> None:
+    """Sample from logits [n, vocab] with what takes the most memory on top of them, for it to be measured.
 
-    `logprobs` is float [n, vocab]; a `width` of -1 is the whole vocabulary.
+    Prompt log probabilities of as many positions take no more.
     """
-    chosen = logprobs.gather(-1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    best = logprobs.topk(logprobs.shape[-1] if width == -1 else min(width, logprobs.shape[-1]), dim=-1)
-    ids = torch.cat([tokens[:, None], best.indices], dim=-1)
-    values = torch.cat([chosen, best.values], dim=-1)
-    return PositionLogprobs(
-        ids.to(torch.int32).cpu().numpy(),
-        values.float().cpu().numpy(),
-        ranks.to(torch.int32).cpu().numpy(),
-    )
+    rows = np.arange(len(logits), dtype=np.int32)
+    lengths = np.full_like(rows, max(1, HELD // len(rows)))
+    state = SamplingState(len(rows))
+    params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=max_logprobs)
+    for row in rows.tolist():
+        state.set(row, 1, RowSampling(params, [], [], row))
+    tokens = torch.zeros(len(rows), lengths[0], dtype=torch.int32, device=logits.device)
+    sample(logits, SamplingRows.upload(rows, lengths, logits.device), tokens, state)
 
 
-def _collect(
-    raw: Tensor, asked: np.ndarray, tokens: Tensor, rows: np.ndarray, state: SamplingState
-) -> dict[int, PositionLogprobs]:
-    return {
-        index: position_logprobs(
-            raw[place : place + 1], tokens[index : index + 1], int(state.logprobs[rows[index]])
-        )
-        for place, index in enumerate(asked.tolist())
-    }
+def _draw(
+    logits: Tensor, part: Part, columns: SamplingColumns, batch: SamplingRows, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a token for each row of `part`, int64 [m], and whether its logit is finite, bool [m]."""
+    positions = batch.device_lengths
+    if part.rows is not None:
+        logits, positions = logits[part.rows], positions[part.rows]
+    if part.changed:
+        must_stay = part.rows is None and bool(columns.logprobs)
+        logits = logits.to(torch.float32, copy=must_stay)
+        if columns.constraints is not None:
+            columns.constraints.apply(logits, batch.device_lengths, tokens)
+        if columns.penalties is not None:
+            columns.penalties.apply(logits, batch.lengths, batch.device_lengths, tokens)
+    chosen = _choose(logits, part, positions).clamp(0, logits.shape[-1] - 1)
+    # Where all logits are NaN so is the chosen one: to look at it costs nothing.
+    return chosen, logits.gather(-1, chosen[:, None])[:, 0].isfinite()
 
 
-def _choose(logits: Tensor, rows: np.ndarray, lengths: np.ndarray, state: SamplingState) -> Tensor:
-    # On a CPU the sampler's own argmax is five times as fast as torch's.
-    if logits.device.type != "cpu" and not state.floats["temperature"][rows].any():
+def _choose(logits: Tensor, part: Part, positions: Tensor) -> Tensor:
+    if part.settings is None:
         return logits.argmax(-1)
-    floats = np.stack([state.floats[name][rows] for name in ("temperature", "top_p", "min_p")])
-    numbers = np.stack([state.seed[rows].view(np.int64), lengths.astype(np.int64)])
-    temperature, top_p, min_p = torch.from_numpy(floats).to(logits.device, non_blocking=True)
-    seeds, positions = torch.from_numpy(numbers).to(logits.device, non_blocking=True)
-    return top_k_top_p_sample(
-        logits,
-        temperature=temperature,
-        top_k=torch.from_numpy(state.top_k[rows]).to(logits.device, non_blocking=True),
-        top_p=top_p,
-        min_p=min_p,
-        seeds=seeds,
-        positions=positions,
-    )
+    return top_k_top_p_sample(logits, **part.settings._asdict(), positions=positions)

@@ -3,9 +3,12 @@
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
+from enginecore.worker.sampling.columns import SamplingColumns
+from enginecore.worker.sampling.constraints import RowConstraints
 
 _MOST = 2**31 - 1
 """More than any vocabulary has, and what an int32 column holds."""
@@ -14,6 +17,9 @@ _LARGEST = 1e30
 """Settings beyond it act like it; float32 and what is computed from it stay finite."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+_MOST_BATCHES = 16
+"""Batches whose columns are kept; more than the stages of a pipeline have under way."""
 
 
 class SamplingState:
@@ -29,8 +35,11 @@ class SamplingState:
         self.prompt_logprobs_done = np.zeros(max_rows, np.int32)
         self.floats = {name: np.zeros(max_rows, np.float32) for name in _FLOATS}
         self.penalised = np.zeros(max_rows, bool)
-        self.constrained: dict[int, RowSampling] = {}
-        """Rows with settings that few requests have: bans, bias, allowed ids, a minimum length."""
+        self.constrained_until = np.zeros(max_rows, np.int32)
+        """Number of generated tokens from which on the row has no constraint; 0 for none at all."""
+        self.constraints: dict[int, RowConstraints] = {}
+        """By row, of those that have some: bans, bias, allowed ids, a minimum length."""
+        self._columns: dict[tuple[bytes, bytes, torch.dtype], SamplingColumns] = {}
 
     def set(self, row: int, num_prompt: int, sampling: RowSampling) -> None:
         """Fill a row that is admitted; the first `num_prompt` of its tokens are the prompt."""
@@ -44,13 +53,46 @@ class SamplingState:
         for name, column in self.floats.items():
             column[row] = min(getattr(params, name), _LARGEST)
         self.penalised[row] = _penalised(params)
-        if _constrained(sampling):
-            self.constrained[row] = sampling
+        self._columns.clear()
+        constraints = RowConstraints.of(sampling)
+        self.constrained_until[row] = 0 if constraints is None else constraints.until
+        if constraints is not None:
+            self.constraints[row] = constraints
 
     def free(self, rows: Iterable[int]) -> None:
         """Forget rows that ended or were preempted."""
         for row in rows:
-            self.constrained.pop(row, None)
+            self.constraints.pop(row, None)
+
+    def columns(
+        self, rows: np.ndarray, lengths: np.ndarray, dtype: torch.dtype, device: torch.device
+    ) -> SamplingColumns:
+        """Return the settings of `rows` int[n] on `device`, for logits of `dtype`; kept until rows are set.
+
+        `lengths` int[n] is the number of tokens that each row holds.
+        """
+        changed = self.penalised[rows] | (lengths - self.num_prompt[rows] < self.constrained_until[rows])
+        key = rows.tobytes(), changed.tobytes(), dtype
+        found = self._columns.get(key)
+        if found is None:
+            if len(self._columns) == _MOST_BATCHES:
+                self._columns.clear()
+            found = self._columns[key] = SamplingColumns.make(self, rows, changed, dtype, device)
+        return found
+
+    def take_prompt_positions(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the prompt positions of a step whose logprobs are asked for, and mark them as reported.
+
+        The step runs the positions `starts[i]` to `ends[i] - 1` of each of `rows`, int[n]. The result is the
+        places of the rows concerned, their first positions, and their ends, int[k] each.
+        """
+        firsts = np.maximum(starts, self.prompt_logprobs_done[rows])
+        ends = np.minimum(ends, self.num_prompt[rows] - 1)
+        taken = np.flatnonzero((self.prompt_logprobs[rows] > -2) & (firsts < ends))
+        self.prompt_logprobs_done[rows[taken]] = ends[taken]
+        return taken, firsts[taken], ends[taken]
 
 
 def _count(asked: int | None) -> int:
@@ -59,9 +101,3 @@ def _count(asked: int | None) -> int:
 
 def _penalised(params: SamplingParams) -> bool:
     return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
-
-
-def _constrained(sampling: RowSampling) -> bool:
-    params = sampling.params
-    has_minimum = bool(params.min_tokens and sampling.stop_ids)
-    return bool(sampling.bad_words or params.logit_bias or params.allowed_token_ids or has_minimum)
