@@ -64,8 +64,8 @@ def test_products_are_those_of_float64(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(0, 40),
-    inputs=st.integers(0, 90),
+    rows=st.integers(0, 70),
+    inputs=st.integers(0, 300),
     outputs=st.integers(0, 100),
     gap=st.integers(0, 5),
     dtype=st.sampled_from([SINGLE, HALF, BFLOAT]),
@@ -100,12 +100,13 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_any_threads(weight_dtype,
             assert torch.equal(linear(x[-count:], packed, bias, backend="cpu"), alone[-count:])
 
 
+@pytest.mark.parametrize("inputs", [100, 101])
 @pytest.mark.parametrize("weight_dtype", [HALF, BFLOAT], ids=str)
-def test_weights_of_16_bits_give_the_bits_of_the_same_weights_in_float32(weight_dtype):
-    x, weight = numbers(30, 100), numbers(70, 100, dtype=weight_dtype, seed=1)
+def test_weights_of_16_bits_give_the_bits_of_the_same_weights_in_float32(weight_dtype, inputs):
+    x, weight = numbers(30, inputs), numbers(70, inputs, dtype=weight_dtype, seed=1)
     narrow, wide = pack_linear(weight, backend="cpu"), pack_linear(weight, SINGLE, backend="cpu")
     assert torch.equal(linear(x, narrow, backend="cpu"), linear(x, wide, backend="cpu"))
-    assert narrow.nbytes * 2 == wide.nbytes
+    assert narrow.nbytes <= wide.nbytes * 102 // 202  # bfloat16 words hold an even number of inputs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

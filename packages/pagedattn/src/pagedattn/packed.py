@@ -8,15 +8,15 @@ import threading
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight `[outputs, inputs]` in a back end's layout; made by `pack_linear`.
 
-    Where `panel` is 0, `data` is the plain weight. Otherwise it is `[panels, inputs, panel]`, with zeros in
-    the columns beyond the last. In bfloat16, columns c and c + panel / 2 of a panel are neighbours, the low
-    and the high half of a 32-bit word.
+    Where `panel` is 0, `data` is the plain weight. Otherwise it is `[panels, inputs / n, panel, n]`, with
+    zeros beyond the last column and input: n inputs of a column make a word, two in bfloat16 and else one.
     """
 
     data: torch.Tensor
@@ -48,8 +48,7 @@ class PackedWeight:
         """Return the plain weight `[outputs, inputs]`, of the stored dtype; a copy if it is packed."""
         if not self.panel:
             return self.data
-        columns = _columns(self.data, self.inputs, self.panel)
-        return columns.reshape(-1, self.inputs)[: self.outputs]
+        return self._columns().flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the weight's rows `ids` (int64, any shape) as `[..., inputs]`, as for tied embeddings.
@@ -60,9 +59,11 @@ class PackedWeight:
             raise IndexError(f"ids must be in [0, {self.outputs}), not {int(ids.min())} to {int(ids.max())}")
         if not self.panel:
             return self.data[ids]
-        columns = _columns(self.data, self.inputs, self.panel)
-        panel, column = ids // self.panel, ids % self.panel
-        return columns[panel, column // columns.shape[2], column % columns.shape[2]]
+        return self._columns()[ids // self.panel, ids % self.panel].flatten(-2)[..., : self.inputs]
+
+    def _columns(self) -> torch.Tensor:
+        """View the packed data as `[panels, columns, words, inputs of a word]`."""
+        return self.data.transpose(1, 2)
 
 
 def pack(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedWeight:
@@ -71,21 +72,16 @@ def pack(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedWeight:
     if not panel or not weight.numel():
         return PackedWeight(weight.to(dtype), outputs, inputs, 0)
     full, left = divmod(outputs, panel)
-    data = _empty((full + (left > 0), inputs, panel), dtype)
-    columns = _columns(data, inputs, panel)
+    n = 2 if dtype == torch.bfloat16 else 1
+    words = -(-inputs // n)
+    packed = PackedWeight(_empty((full + (left > 0), words, panel, n), dtype), outputs, inputs, panel)
+    columns = packed._columns()
+    if words * n > inputs:
+        weight = F.pad(weight, (0, words * n - inputs))
     columns[:full] = weight[: full * panel].reshape(full, *columns.shape[1:])
     if left:
-        last = weight.new_zeros((panel, inputs))
-        last[:left] = weight[full * panel :]
-        columns[full] = last.view(columns.shape[1:])
-    return PackedWeight(data, outputs, inputs, panel)
-
-
-def _columns(data: torch.Tensor, inputs: int, panel: int) -> torch.Tensor:
-    """View packed data as `[panels, runs of columns, columns of a run, inputs]`."""
-    if data.dtype == torch.bfloat16:
-        return data.view(-1, inputs, panel // 2, 2).permute(0, 3, 2, 1)
-    return data.view(-1, inputs, 1, panel).permute(0, 2, 3, 1)
+        columns[full] = F.pad(weight[full * panel :], (0, 0, 0, panel - left)).view(columns.shape[1:])
+    return packed
 
 
 class _HugePages(threading.local):

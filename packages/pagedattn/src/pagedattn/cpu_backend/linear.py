@@ -12,6 +12,9 @@ from pagedattn.cpu_backend.arguments import LINEAR, TYPES, address, dense, funct
 from pagedattn.cpu_backend.ops import FLOATS
 from pagedattn.packed import PackedWeight
 
+# Words of a row are packed by so many, see kernels/product.h; a single row goes as it is if it is that long.
+_CHUNK = 16
+
 
 def linear_panel(dtype: torch.dtype) -> int:
     """Return the columns of a panel that the kernels multiply at a time; 0 for a dtype they do not know."""
@@ -40,8 +43,8 @@ def linear(
     if result.ndim != 2 or result.stride(1) != 1:
         result = out.new_empty((tokens, outputs))
     packed = None
-    if tokens > 1 or x.dtype != torch.float32:
-        packed = torch.empty(rows.numel(), dtype=torch.float32)
+    if tokens > 1 or x.dtype != torch.float32 or inputs % _CHUNK:
+        packed = torch.empty(tokens * (inputs + _CHUNK), dtype=torch.float32)
     if bias is not None:
         bias = bias.contiguous()
     launch(

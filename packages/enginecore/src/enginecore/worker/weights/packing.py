@@ -1,8 +1,8 @@
 """Lay weights out, once, as the matrix products of a CPU want them.
 
 torch.nn.functional.linear reorders its weight in every call, or reads it as it lies, which costs up to half
-of the time of a small batch. Products in float32 are pagedattn's. Those in bfloat16, and all where its
-kernels cannot be compiled, are oneDNN's, by the operators that torch.compile emits.
+of the time of a small batch. Products are pagedattn's; where its kernels cannot be compiled they are oneDNN's,
+by the operators that torch.compile emits.
 """
 
 from functools import cache
@@ -21,10 +21,10 @@ _CHECKED_ROWS = 1024
 
 
 class PackedLinear:
-    """A weight in the layout of pagedattn's kernels, as a layer's `matmul` in float32.
+    """A weight in the layout of pagedattn's kernels, as a layer's `matmul`.
 
     Where 16 bits hold every value of the weight, as they do for a checkpoint of bfloat16 or float16, they are
-    stored: products are those of float32, and half the memory is read.
+    stored: products with float32 rows are those of float32, and half the memory is read.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -64,13 +64,14 @@ def pack_linear_layers(model: nn.Module) -> None:
 
 @cache
 def _packer(dtype: torch.dtype, device: torch.device) -> type[PackedLinear] | type[OneDNNLinear] | None:
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if device.type != "cpu":
         return None
-    if dtype == torch.float32 and backend_name(device) == "cpu":
+    if backend_name(device) == "cpu":
         return PackedLinear
     operators = {"mkldnn::_reorder_linear_weight", "mkldnn::_linear_pointwise"}
     known = operators <= set(torch._C._dispatch_get_all_op_names())
-    return OneDNNLinear if known and torch.backends.mkldnn.is_available() else None
+    packs = known and torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+    return OneDNNLinear if packs else None
 
 
 def _narrowest_dtype(weight: Tensor) -> torch.dtype:

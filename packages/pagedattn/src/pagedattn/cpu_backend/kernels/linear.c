@@ -1,28 +1,15 @@
-/* Matrix products of rows with a weight that was packed for them, whatever the number of rows.
- *
- * A weight lies in panels of PANEL output columns, [panels, inputs, PANEL], so that one tile reads a single stream.
- * Rows go in tiles of up to TALLEST; those of a tile are packed [inputs, rows], which keeps rows whose distance is a
- * power of two out of each other's cache lines. */
+/* Matrix products of rows with a weight that was packed for them, whatever the number of rows. */
 
-#include "rows.h"
+#include "product.h"
 
-#define PANEL (2 * W)
-
-/* Rows of the tallest tile: its sums, two vectors of weights and one of x fill the registers. */
-#if W == 16
-#define TALLEST 12
-#else
-#define TALLEST 6
-#endif
+/* Words of a column by which weights are asked for before their use, where nothing has asked for them earlier. */
+#define AHEAD 64
 
 /* Tiles that pass over a panel one after another: their rows stay in the second-level cache. */
 #define TILES_PER_BLOCK 8
 
 /* Pieces of work per thread, so that a thread whose core is taken away for a while holds nobody up for long. */
 #define PIECES_PER_THREAD 8
-
-/* Inputs by which weights are asked for before their use. */
-#define AHEAD 64
 
 /* Multiplications that a second thread is worth waking for. */
 #define LEAST_PRODUCTS_PER_THREAD 65536
@@ -31,7 +18,7 @@
 typedef struct {
     const void *x, *weight, *bias; /* [rows, inputs], packed, [outputs]; bias may be NULL */
     void *out;                     /* [rows, outputs] */
-    float *packed;                 /* [rows, inputs]; unused for a single row of float32 */
+    uint32_t *packed;              /* rows * (inputs + CHUNK) words; unused for what is read in place */
     int64_t x_stride, out_stride, rows, inputs, outputs;
     int32_t type, weight_type, bias_type, threads;
 } LinearCall;
@@ -39,63 +26,51 @@ typedef struct {
 /* Pieces of work are blocks of tiles times groups of panels. */
 typedef struct {
     const LinearCall *call;
-    int64_t tiles, blocks, panels, groups;
+    int kind;
+    int64_t words, packed_words; /* of a row, without and with what fills its last chunk up */
+    int64_t tiles, blocks, panels, groups, threads;
 } Grid;
+
+/* Whether x is one row, laid out as if it were packed. */
+INLINE int is_in_place(const LinearCall *call) {
+    return call->rows == 1 && call->type == FLOAT32 && call->inputs % CHUNK == 0;
+}
 
 /* The first row of a tile; tiles differ by one row at most. */
 INLINE int64_t first_row(const Grid *grid, int64_t tile) { return grid->call->rows * tile / grid->tiles; }
 
-INLINE int is_packed(const LinearCall *call) { return call->rows > 1 || call->type != FLOAT32; }
-
-/* The weights of input k. BFLOAT16 columns c and W + c share a word: one load and one operation a vector. */
-INLINE void load_weights(int type, const void *panel, int64_t k, vf *first, vf *second) {
-    if (type == BFLOAT16) {
-        vu both;
-        memcpy(&both, (const uint16_t *)panel + k * PANEL, sizeof both);
-        *first = (vf)(both << 16);
-        *second = (vf)(both & 0xffff0000);
-    } else {
-        *first = load_as(type, panel, k * PANEL);
-        *second = load_as(type, panel, k * PANEL + W);
-    }
-}
-
-/* sums [rows, PANEL] of x [inputs, rows] times a panel.
- *
- * Each sum is one chain of multiply-adds from 0 over the inputs in order, so that its bits depend on its row and its
- * column alone. */
-INLINE void multiply_tile(int type, int rows, const float *x, const void *panel, int64_t inputs, float *sums) {
-    vf left[TALLEST], right[TALLEST];
-    for (int r = 0; r < rows; r++) left[r] = right[r] = (vf){0};
-    for (int64_t k = 0; k < inputs; k++) {
-        __builtin_prefetch(at(type, panel, (k + AHEAD) * PANEL));
-        if (type == FLOAT32) __builtin_prefetch(at(type, panel, (k + AHEAD) * PANEL + W));
-        vf first, second;
-        load_weights(type, panel, k, &first, &second);
-        for (int r = 0; r < rows; r++) {
-            vf one = splat(x[k * rows + r]);
-            left[r] += one * first;
-            right[r] += one * second;
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        store(sums + r * PANEL, left[r]);
-        store(sums + r * PANEL + W, right[r]);
-    }
-}
-
-#define MULTIPLY(TYPE, ROWS)                                \
-    case 16 * TYPE + ROWS:                                  \
-        multiply_tile(TYPE, ROWS, x, panel, inputs, sums);  \
+#define MULTIPLY(KIND, ROWS)                                     \
+    case 16 * KIND + ROWS:                                       \
+        multiply_tile(KIND, ROWS, x, words, panel, ahead, sums); \
         break;
-#define MULTIPLY_ROWS(ROWS) MULTIPLY(FLOAT32, ROWS) MULTIPLY(FLOAT16, ROWS) MULTIPLY(BFLOAT16, ROWS)
-
-static void multiply(int type, int rows, const float *x, const void *panel, int64_t inputs, float *sums) {
-    switch (16 * type + rows) {
-        MULTIPLY_ROWS(1) MULTIPLY_ROWS(2) MULTIPLY_ROWS(3) MULTIPLY_ROWS(4) MULTIPLY_ROWS(5) MULTIPLY_ROWS(6)
+#define MULTIPLY_6(KIND) \
+    MULTIPLY(KIND, 1) MULTIPLY(KIND, 2) MULTIPLY(KIND, 3) MULTIPLY(KIND, 4) MULTIPLY(KIND, 5) MULTIPLY(KIND, 6)
 #if TALLEST > 6
-        MULTIPLY_ROWS(7) MULTIPLY_ROWS(8) MULTIPLY_ROWS(9) MULTIPLY_ROWS(10) MULTIPLY_ROWS(11) MULTIPLY_ROWS(12)
+#define MULTIPLY_ANY(KIND)                                                    \
+    MULTIPLY_6(KIND) MULTIPLY(KIND, 7) MULTIPLY(KIND, 8) MULTIPLY(KIND, 9)    \
+    MULTIPLY(KIND, 10) MULTIPLY(KIND, 11) MULTIPLY(KIND, 12)
+#else
+#define MULTIPLY_ANY MULTIPLY_6
 #endif
+
+static void multiply(int kind, int rows, const uint32_t *x, int64_t words, const void *panel, Ahead ahead,
+                     float *sums) {
+    switch (16 * kind + rows) {
+        MULTIPLY_ANY(FLOAT32)
+        MULTIPLY_ANY(FLOAT16)
+        MULTIPLY_ANY(BFLOAT16)
+#if HAS_PAIRS
+        MULTIPLY_ANY(BFLOAT16_PAIRS)
+#endif
+    }
+}
+
+/* Asks for where the sums go, lines that lie far from each other. */
+static void ask_for_out(const LinearCall *call, int64_t row, int rows, int64_t column) {
+    for (int r = 0; r < rows; r++) {
+        const char *out = at(call->type, call->out, (row + r) * call->out_stride + column);
+        __builtin_prefetch(out, 1);
+        if (call->type == FLOAT32) __builtin_prefetch(out + 64, 1);
     }
 }
 
@@ -112,50 +87,79 @@ static void finish(const LinearCall *call, int64_t row, int rows, int64_t column
     }
 }
 
+/* What tile `index` of `tiles` over a panel asks for: its share of the panel that this thread goes on with, so that
+ * memory is read while all of them compute. A single tile reads ahead in its own panel, as does the first of all. */
+static Ahead look_ahead(const Grid *grid, const char *panel, int64_t to_next, int64_t index, int64_t tiles, int first) {
+    int64_t size = panel_size(grid->kind, grid->call->inputs);
+    int64_t line = panel_size(grid->kind, inputs_per_word(grid->kind) * words_per_weight(grid->kind));
+    int far = tiles < 3;
+    if (tiles == 1 || (first && index == 0)) return (Ahead){panel + AHEAD * line, line, far};
+    return (Ahead){panel + to_next * size + size * index / tiles, line / tiles, far};
+}
+
 static void multiply_piece(const Grid *grid, int64_t piece) {
     const LinearCall *call = grid->call;
     int64_t block = piece / grid->groups, group = piece % grid->groups;
-    int64_t end_tile = grid->tiles * (block + 1) / grid->blocks;
-    int64_t end_panel = grid->panels * (group + 1) / grid->groups;
-    const float *x = is_packed(call) ? call->packed : call->x;
+    int64_t first_tile = grid->tiles * block / grid->blocks, end_tile = grid->tiles * (block + 1) / grid->blocks;
+    int64_t first_panel = grid->panels * group / grid->groups, end_panel = grid->panels * (group + 1) / grid->groups;
+    const uint32_t *x = is_in_place(call) ? call->x : call->packed;
     float sums[TALLEST * PANEL] __attribute__((aligned(64)));
-    for (int64_t panel = grid->panels * group / grid->groups; panel < end_panel; panel++) {
-        const void *weights = at(call->weight_type, call->weight, panel * call->inputs * PANEL);
-        for (int64_t tile = grid->tiles * block / grid->blocks; tile < end_tile; tile++) {
+    for (int64_t panel = first_panel; panel < end_panel; panel++) {
+        const char *weights = (const char *)call->weight + panel * panel_size(grid->kind, call->inputs);
+        int64_t to_next = panel + 1 < end_panel ? 1 : 1 + (grid->threads - 1) * (end_panel - first_panel);
+        for (int64_t tile = first_tile; tile < end_tile; tile++) {
             int64_t row = first_row(grid, tile);
             int rows = first_row(grid, tile + 1) - row;
-            multiply(call->weight_type, rows, x + row * call->inputs, weights, call->inputs, sums);
+            Ahead ahead = look_ahead(grid, weights, to_next, tile - first_tile, end_tile - first_tile,
+                                     panel == first_panel && piece < grid->threads);
+            ask_for_out(call, row, rows, panel * PANEL);
+            multiply(grid->kind, rows, x + row * grid->packed_words, grid->words, weights, ahead, sums);
             finish(call, row, rows, panel * PANEL, sums);
         }
     }
 }
 
-/* The rows of a tile as floats [inputs, rows]. */
-INLINE void pack_tile(const Grid *grid, int type, int64_t tile) {
-    const LinearCall *call = grid->call;
-    int64_t row = first_row(grid, tile), rows = first_row(grid, tile + 1) - row;
-    float *to = call->packed + row * call->inputs;
-    for (int64_t r = 0; r < rows; r++) {
-        const void *x = at(type, call->x, (row + r) * call->x_stride);
-        int64_t k = 0;
-        for (; k + W <= call->inputs; k += W) {
-            vf some = load_as(type, x, k);
-            for (int i = 0; i < W; i++) to[(k + i) * rows + r] = some[i];
-        }
-        for (; k < call->inputs; k++) to[k * rows + r] = load_one(type, x, k);
+/* The `left` elements of a row of x from `index` on, or as many as go in CHUNK words; the rest of the words is 0. */
+INLINE void pack_chunk(int kind, int type, const void *x, int64_t index, int64_t left, uint32_t *to) {
+    if (kind == BFLOAT16_PAIRS && left >= 2 * CHUNK) {
+        memcpy(to, (const uint16_t *)x + index, 4 * CHUNK);
+    } else if (kind == BFLOAT16_PAIRS) {
+        memset(to, 0, 4 * CHUNK);
+        memcpy(to, (const uint16_t *)x + index, 2 * left);
+    } else {
+        for (int i = 0; i < CHUNK; i += W)
+            store((float *)to + i, i < left ? load_upto(type, x, index + i, left - i) : (vf){0});
     }
 }
 
+/* The rows of a tile as words [packed_words / CHUNK, rows, CHUNK]. */
+INLINE void pack_tile(const Grid *grid, int kind, int type, int64_t tile) {
+    const LinearCall *call = grid->call;
+    int64_t row = first_row(grid, tile), rows = first_row(grid, tile + 1) - row;
+    uint32_t *to = call->packed + row * grid->packed_words;
+    for (int64_t k = 0; k < call->inputs; k += CHUNK * inputs_per_word(kind))
+        for (int64_t r = 0; r < rows; r++, to += CHUNK)
+            pack_chunk(kind, type, at(type, call->x, (row + r) * call->x_stride), k, call->inputs - k, to);
+}
+
 static void pack(const Grid *grid, int64_t tile) {
+    if (grid->kind == BFLOAT16_PAIRS) {
+        pack_tile(grid, BFLOAT16_PAIRS, BFLOAT16, tile);
+        return;
+    }
     switch (grid->call->type) {
-    case FLOAT32: pack_tile(grid, FLOAT32, tile); break;
-    case FLOAT16: pack_tile(grid, FLOAT16, tile); break;
-    case BFLOAT16: pack_tile(grid, BFLOAT16, tile); break;
+    case FLOAT32: pack_tile(grid, FLOAT32, FLOAT32, tile); break;
+    case FLOAT16: pack_tile(grid, FLOAT32, FLOAT16, tile); break;
+    case BFLOAT16: pack_tile(grid, FLOAT32, BFLOAT16, tile); break;
     }
 }
 
 static Grid grid_of(const LinearCall *call, int64_t threads) {
-    Grid grid = {.call = call};
+    Grid grid = {.call = call, .kind = call->weight_type, .threads = threads};
+    if (HAS_PAIRS && call->type == BFLOAT16 && call->weight_type == BFLOAT16) grid.kind = BFLOAT16_PAIRS;
+    int per_word = inputs_per_word(grid.kind);
+    grid.words = (call->inputs + per_word - 1) / per_word;
+    grid.packed_words = (grid.words + CHUNK - 1) / CHUNK * CHUNK;
     grid.tiles = (call->rows + TALLEST - 1) / TALLEST;
     grid.blocks = (grid.tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK;
     grid.panels = (call->outputs + PANEL - 1) / PANEL;
@@ -174,7 +178,7 @@ static int64_t linear_threads(const void *arguments) {
 static int64_t linear_pieces(const void *arguments, int stage, int64_t threads) {
     const LinearCall *call = arguments;
     Grid grid = grid_of(call, threads);
-    if (stage == 0) return is_packed(call) ? grid.tiles : 0;
+    if (stage == 0) return is_in_place(call) ? 0 : grid.tiles;
     return grid.blocks * grid.groups;
 }
 
