@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from collectives import ColumnParallelLinear, LocalCommunicator, ParallelLMHead, VocabParallelEmbedding
+from enginecore.worker.weights import packing
 from enginecore.worker.weights.packing import OneDNNLinear, PackedLinear, pack_linear_layers
 
 
@@ -43,13 +44,28 @@ def test_one_value_that_16_bits_do_not_hold_keeps_the_weight_in_float32():
         assert layer.matmul.weight.dtype == torch.float32
 
 
-def test_bfloat16_layers_are_onednns():
-    weight, x = random_weight(torch.bfloat16), torch.randn(5, 33).bfloat16()
-    layer = layer_with(weight, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_layers_in_half_precision(dtype):
+    weight, x = random_weight(dtype), torch.randn(5, 33).to(dtype)
+    layer = layer_with(weight, dtype)
     pack_linear_layers(layer)
-    assert isinstance(layer.matmul, OneDNNLinear)
+    assert isinstance(layer.matmul, PackedLinear)
     expected = F.linear(x.double(), weight.double())
     assert (layer(x) - expected).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_compiler_layers_are_onednns(dtype, monkeypatch):
+    monkeypatch.setattr(packing, "backend_name", lambda device: "torch")
+    packing._packer.cache_clear()
+    try:
+        weight, x = random_weight(dtype), torch.randn(5, 33).to(dtype)
+        layer = layer_with(weight, dtype)
+        pack_linear_layers(layer)
+    finally:
+        packing._packer.cache_clear()
+    assert isinstance(layer.matmul, OneDNNLinear)
+    assert (layer(x) - F.linear(x.double(), weight.double())).abs().max() < 0.1
 
 
 def test_a_tied_head_leaves_the_embedding_its_weight():

@@ -1,8 +1,8 @@
 """Lay weights out, once, as the matrix products of a CPU want them.
 
 torch.nn.functional.linear reorders its weight in every call, or reads it as it lies, which costs up to half
-of the time of a small batch. Products are pagedattn's; where its kernels cannot be compiled they are oneDNN's,
-by the operators that torch.compile emits.
+of the time of a small batch. Products are pagedattn's; where its kernels cannot be compiled they are
+oneDNN's, by the operators that torch.compile emits.
 """
 
 from functools import cache
@@ -64,13 +64,13 @@ def pack_linear_layers(model: nn.Module) -> None:
 
 @cache
 def _packer(dtype: torch.dtype, device: torch.device) -> type[PackedLinear] | type[OneDNNLinear] | None:
-    if device.type != "cpu":
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
     if backend_name(device) == "cpu":
         return PackedLinear
     operators = {"mkldnn::_reorder_linear_weight", "mkldnn::_linear_pointwise"}
     known = operators <= set(torch._C._dispatch_get_all_op_names())
-    packs = known and torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+    packs = known and torch.backends.mkldnn.is_available() and dtype != torch.float16
     return OneDNNLinear if packs else None
 
 
