@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pagedattn.backends import backend_name
@@ -65,10 +66,10 @@ def capture(
 
     Raises CaptureError where `run` cannot be recorded, or the back end has no programs.
     """
-    examples = [(example(batch.num_tokens), batch) for batch in _batches(block_size)]
-    name = backend_name(examples[0][0][0].device, backend)
+    name = backend_name(example(1)[0].device, backend)
     if name != "cpu":
         raise CaptureError(f"the back end {name} has no programs")
+    examples = [(example(batch.num_tokens), batch) for batch in _batches(block_size)]
     program = importlib.import_module("pagedattn.cpu_backend.program")
     return program.record(run, examples, max_tokens)
 
@@ -84,15 +85,14 @@ def _batches(block_size: int) -> list[AttentionBatch]:
 def _batch(
     block_size: int, *, queries: list[int], shared_blocks: int, columns: int, stride: int
 ) -> AttentionBatch:
-    counts = torch.tensor(queries, dtype=torch.int32)
-    starts = torch.zeros(len(queries) + 1, dtype=torch.int32)
-    starts[1:] = counts.cumsum(0)
+    # From numpy, which knows nothing of a default device.
+    counts = np.array(queries, np.int32)
     lengths = counts + shared_blocks * block_size
     return AttentionBatch(
-        query_starts=starts,
-        lengths=lengths,
-        block_table=torch.zeros(len(queries), stride, dtype=torch.int32)[:, :columns],
-        slots=torch.full((sum(queries),), -1, dtype=torch.int64),
+        query_starts=torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)),
+        lengths=torch.from_numpy(lengths.astype(np.int32)),
+        block_table=torch.from_numpy(np.zeros((len(queries), stride), np.int32))[:, :columns],
+        slots=torch.from_numpy(np.full(sum(queries), -1, np.int64)),
         max_query=max(queries),
         max_length=int(lengths.max()),
         num_decodes=queries.count(1),

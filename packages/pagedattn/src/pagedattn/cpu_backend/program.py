@@ -80,7 +80,8 @@ class Program:
         returned = {place.made: _FIRST_GIVEN + num_given + number for number, place in enumerate(places)}
         self._bases = np.zeros(_FIRST_GIVEN + num_given + len(outputs), np.int64)
         layout = _lay_out(first, second, self._arguments, returned)
-        self._arena = torch.empty(layout.bytes_per_token * max_tokens + _ALIGNMENT, dtype=torch.uint8)
+        size = layout.bytes_per_token * max_tokens + _ALIGNMENT
+        self._arena = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._bases[_ARENA] = -(-self._arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._compile(layout.offsets, returned)
 
@@ -103,7 +104,9 @@ class Program:
             raise ValueError(f"{tokens} tokens need inputs of {self._inputs}, not {found} of {shapes}")
         if tokens > self.max_tokens:
             raise ValueError(f"{tokens} tokens are more than the program's {self.max_tokens}")
-        outputs = tuple(torch.empty((tokens, *shape), dtype=dtype) for shape, dtype in self._outputs)
+        outputs = tuple(
+            torch.empty((tokens, *shape), dtype=dtype, device="cpu") for shape, dtype in self._outputs
+        )
         given = _given(inputs, batch)
         self._bases[_FIRST_GIVEN:] = [tensor.data_ptr() for tensor in (*given, *outputs)]
         counts = np.array(_counts(batch), np.int64)
