@@ -79,9 +79,9 @@ class Case:
         told = [line.replace("==", " ") for line in versions.splitlines() if line.split("==")[0] in TOLD]
         pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self._tests()]
         tests = _run([*pytest, *given_to_pytest], ROOT, f"{folder}/bin{os.pathsep}")
-        if tests.returncode:
-            print(tests.stdout, tests.stderr, file=sys.stderr)
         last = (tests.stdout.strip().splitlines() or ["no output"])[-1]
+        if tests.returncode or "warning" in last:
+            print(tests.stdout, tests.stderr, file=sys.stderr)
         return self._row(", ".join(told), re.sub(r" in [0-9.]+s.*| ?=+ ?", "", last))
 
     def _commands(self, folder: Path) -> Iterator[list[str]]:
