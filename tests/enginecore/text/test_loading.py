@@ -69,7 +69,7 @@ def test_vocab_and_merges_load_as_transformers_loads_them(
     assert ours.eos_token_id == theirs.eos_token_id
 
 
-def test_older_files_of_added_and_special_tokens_are_read(
+def test_older_files_of_added_and_special_tokens_are_read_as_transformers_reads_them(
     gpt2_folder: Path, transformers_tokenizer: Callable[[Path], Any]
 ) -> None:
     write_json(gpt2_folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})

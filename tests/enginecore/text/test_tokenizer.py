@@ -24,26 +24,27 @@ TEXTS = [
 ]
 
 
+@pytest.fixture(scope="session", params=["stories", "byte-level", "byte-fallback", "metaspace"])
+def folder(tokenizer_folders: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    """Each of the folders in turn."""
+    return tokenizer_folders[request.param]
+
+
 @pytest.fixture(scope="session")
-def pair(
-    tokenizer_folders: dict[str, Path],
-    transformers_tokenizer: Callable[[Path], Any],
-    request: pytest.FixtureRequest,
-) -> tuple[Tokenizer, Any]:
-    """Our tokenizer and transformers' for one folder."""
-    folder = tokenizer_folders[request.param]
-    ours = load_tokenizer(ModelFiles("", folder, {}))
-    assert ours is not None
-    return ours, transformers_tokenizer(folder)
+def ours(folder: Path) -> Tokenizer:
+    """Our tokenizer of a folder."""
+    tokenizer = load_tokenizer(ModelFiles("", folder, {}))
+    assert tokenizer is not None
+    return tokenizer
 
 
-FOLDERS = ["stories", "byte-level", "byte-fallback", "metaspace"]
-every_folder = pytest.mark.parametrize("pair", FOLDERS, indirect=True)
+@pytest.fixture(scope="session")
+def theirs(folder: Path, transformers_tokenizer: Callable[[Path], Any]) -> Any:
+    """transformers' tokenizer of the same folder."""
+    return transformers_tokenizer(folder)
 
 
-@every_folder
-def test_ids_and_text_are_transformers_own(pair: tuple[Tokenizer, Any]) -> None:
-    ours, theirs = pair
+def test_ids_and_text_are_transformers_own(ours: Tokenizer, theirs: Any) -> None:
     for text in TEXTS:
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
@@ -53,9 +54,7 @@ def test_ids_and_text_are_transformers_own(pair: tuple[Tokenizer, Any]) -> None:
     assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
 
 
-@every_folder
-def test_special_tokens_are_transformers_own(pair: tuple[Tokenizer, Any]) -> None:
-    ours, theirs = pair
+def test_special_tokens_are_transformers_own(ours: Tokenizer, theirs: Any) -> None:
     assert ours.vocab_size == len(theirs)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.special_ids == set(theirs.all_special_ids) | {
@@ -65,11 +64,9 @@ def test_special_tokens_are_transformers_own(pair: tuple[Tokenizer, Any]) -> Non
     assert ours.special_tokens.items() <= theirs.special_tokens_map.items()
 
 
-@every_folder
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 @settings(max_examples=60, deadline=None)
-def test_bytes_of_tokens_join_to_the_text(pair: tuple[Tokenizer, Any], text: str) -> None:
-    ours, _ = pair
+def test_bytes_of_tokens_join_to_the_text(ours: Tokenizer, text: str) -> None:
     ids = ours.encode(text, add_special_tokens=False)
     joined = b"".join(ours.token_bytes(token) for token in ids)
     if ours.decoding.kind == "byte_fallback" and text:
