@@ -24,7 +24,7 @@ import torch
 from machine_limits import BUFFER_BYTES, MultiplyAdds, Reads
 from torch import Tensor
 
-from pagedattn import linear, pack_linear
+from pagedattn import Quantization, linear, pack_linear
 
 SINGLE, BFLOAT = torch.float32, torch.bfloat16
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -40,7 +40,7 @@ class Way(NamedTuple):
     """Types of x and of the weight (None: oneDNN's, of x's type), and the way to compare with."""
 
     x: torch.dtype
-    weight: torch.dtype | None
+    weight: torch.dtype | Quantization | None
     base: str
 
 
@@ -50,6 +50,10 @@ WAYS = {
     "fp32 · fp32": Way(SINGLE, SINGLE, "oneDNN fp32"),
     "fp32 · bf16": Way(SINGLE, BFLOAT, "oneDNN fp32"),
     "bf16 · bf16": Way(BFLOAT, BFLOAT, "oneDNN bf16"),
+    "fp32 · int8": Way(SINGLE, "int8", "oneDNN fp32"),
+    "fp32 · int8-dynamic": Way(SINGLE, "int8-dynamic", "oneDNN fp32"),
+    "bf16 · int8-dynamic": Way(BFLOAT, "int8-dynamic", "oneDNN bf16"),
+    "fp32 · int4": Way(SINGLE, "int4", "oneDNN fp32"),
 }
 
 
@@ -65,7 +69,7 @@ def main() -> None:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{arguments.model}, {arguments.threads} threads, {arguments.clock} time, load average {load}")
     print(
-        f"{'rows':>4}  {'x · weight':14}{'ms':>8}{'oneDNN / it':>14}{'of reads':>11}{'of multiply-adds':>19}"
+        f"{'rows':>4}  {'x · weight':20}{'ms':>8}{'oneDNN / it':>14}{'of reads':>11}{'of multiply-adds':>19}"
     )
     with torch.inference_mode():
         step = Step(arguments.model)
@@ -106,7 +110,7 @@ class Step:
             packed_bytes = sum(layer.nbytes for layer in layers)
             operations = 2 * self.products * rows
             print(
-                f"{rows:4}  {name:14}{median(times[name]) * 1e3:8.1f}{ratio(WAYS[name].base, name):14.2f}"
+                f"{rows:4}  {name:20}{median(times[name]) * 1e3:8.1f}{ratio(WAYS[name].base, name):14.2f}"
                 f"{ratio('reads', name) * packed_bytes / BUFFER_BYTES:11.0%}"
                 f"{ratio('multiply-adds', name) * operations / multiply_adds.operations:19.0%}",
                 flush=True,
@@ -123,7 +127,10 @@ class Layer:
             self.nbytes = weight.numel() * way.x.itemsize
             self._product = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         else:
-            own = pack_linear(weight, way.weight)
+            if isinstance(way.weight, torch.dtype):
+                own = pack_linear(weight, way.weight)
+            else:
+                own = pack_linear(weight, quantization=way.weight)
             self.nbytes = own.nbytes
             self._product = lambda x: linear(x, own)
 

@@ -11,6 +11,7 @@ from pagedattn.layout import KVLayout, allocate
 from pagedattn.linear import linear, pack_linear
 from pagedattn.norm import layer_norm, rms_norm
 from pagedattn.packed import PackedWeight
+from pagedattn.quantized import Quantization
 from pagedattn.rotary import rotary
 from pagedattn.sampling import top_k_top_p_sample
 
@@ -21,6 +22,7 @@ __all__ = [
     "KVLayout",
     "PackedWeight",
     "Program",
+    "Quantization",
     "activation",
     "allocate",
     "attend",

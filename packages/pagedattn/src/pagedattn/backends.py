@@ -12,6 +12,7 @@ import torch
 
 from pagedattn.batch import AttentionBatch
 from pagedattn.packed import PackedWeight
+from pagedattn.quantized import Quantization
 
 BACKEND_VARIABLE = "OCTAVO_ATTENTION_BACKEND"
 BACKENDS = ("torch", "cpu", "triton")
@@ -89,7 +90,7 @@ class Backend(Protocol):
 
     def grouped_matmul(self, x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor: ...
 
-    def linear_panel(self, dtype: torch.dtype) -> int: ...
+    def linear_panel(self, dtype: torch.dtype, quantization: Quantization | None) -> int: ...
 
     def linear(
         self,

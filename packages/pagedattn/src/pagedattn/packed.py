@@ -10,19 +10,27 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from pagedattn.quantized import Codes, Quantization, pack_nibbles, unpack_nibbles
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight `[outputs, inputs]` in a back end's layout; made by `pack_linear`.
 
-    Where `panel` is 0, `data` is the plain weight. Otherwise it is `[panels, inputs / n, panel, n]`, with
-    zeros beyond the last column and input: n inputs of a column make a word, two in bfloat16 and else one.
+    Where `panel` is 0, `data` is the plain weight, or its codes, with `scales` `[outputs, groups]`. Otherwise
+    it is `[panels, words, panel, n]`, with zeros beyond the last column and input: n elements of a column are
+    a word, two in bfloat16, four in int8, four bytes of two codes each in int4, else one. Scales are then
+    `[panels, groups, panel]` and `column_sums`, of the codes of int8-dynamic, `[panels, panel]`.
     """
 
     data: torch.Tensor
     outputs: int
     inputs: int
     panel: int
+    quantization: Quantization | None = None
+    group: int = 0
+    scales: torch.Tensor | None = None
+    column_sums: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -31,7 +39,7 @@ class PackedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that the weight is stored in."""
+        """Type of what is stored: int8 or, for two int4 in a byte, uint8 where the weight is quantised."""
         return self.data.dtype
 
     @property
@@ -41,14 +49,16 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, with those that fill up its last panel."""
-        return self.data.nbytes
+        """Bytes of the packed weight, with its scales and what fills up its last panel."""
+        parts = (self.data, self.scales, self.column_sums)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def unpack(self) -> torch.Tensor:
-        """Return the plain weight `[outputs, inputs]`, of the stored dtype; a copy if it is packed."""
-        if not self.panel:
-            return self.data
-        return self._columns().flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
+        """Return the plain weight `[outputs, inputs]`, of the stored dtype, or float32 if it is quantised.
+
+        It is a copy if it is packed or quantised.
+        """
+        return self._stored(None) if self.scales is None else self.codes().values()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the weight's rows `ids` (int64, any shape) as `[..., inputs]`, as for tied embeddings.
@@ -57,13 +67,32 @@ class PackedWeight:
         """
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
             raise IndexError(f"ids must be in [0, {self.outputs}), not {int(ids.min())} to {int(ids.max())}")
-        if not self.panel:
-            return self.data[ids]
-        return self._columns()[ids // self.panel, ids % self.panel].flatten(-2)[..., : self.inputs]
+        return self._stored(ids) if self.scales is None else self.codes(ids).values()
 
-    def _columns(self) -> torch.Tensor:
-        """View the packed data as `[panels, columns, words, inputs of a word]`."""
-        return self.data.transpose(1, 2)
+    def codes(self, ids: torch.Tensor | None = None) -> Codes:
+        """Return the codes and scales of a quantised weight, or of some of its rows."""
+        if self.scales is None:
+            raise ValueError(f"a weight of {self.dtype} has no codes")
+        return Codes(self._stored(ids), self._outputs(self.scales, ids), self.group)
+
+    def _stored(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """Return rows `ids`, or all, of what is stored, as `[..., inputs]`."""
+        rows = self._outputs(self.data, ids)
+        if not self.panel:
+            return rows
+        rows = rows.flatten(-2)
+        if self.quantization == "int4":
+            rows = unpack_nibbles(rows)
+        return rows[..., : self.inputs]
+
+    def _outputs(self, stored: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """Return what outputs `ids`, or all, have of `[outputs, ...]`, or of `[panels, size, panel, ...]`."""
+        if not self.panel:
+            return stored if ids is None else stored[ids]
+        columns = stored.transpose(1, 2)
+        if ids is None:
+            return columns.flatten(0, 1)[: self.outputs]
+        return columns[ids // self.panel, ids % self.panel]
 
 
 def pack(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedWeight:
@@ -71,17 +100,37 @@ def pack(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedWeight:
     outputs, inputs = weight.shape
     if not panel or not weight.numel():
         return PackedWeight(weight.to(dtype), outputs, inputs, 0)
+    data = _in_panels(weight, dtype, panel, 2 if dtype == torch.bfloat16 else 1)
+    return PackedWeight(data, outputs, inputs, panel)
+
+
+def pack_codes(weight: Codes, quantization: Quantization, panel: int) -> PackedWeight:
+    """Lay a quantised weight out in panels of so many columns; 0 leaves its codes plain."""
+    codes, scales, group = weight
+    outputs, inputs = codes.shape
+    if not panel or not codes.numel():
+        return PackedWeight(codes, outputs, inputs, 0, quantization, group, scales)
+    sums = None
+    if quantization == "int8-dynamic":
+        sums = _in_panels(codes.sum(1, keepdim=True), torch.int32, panel, 1).view(-1, panel)
+    elements = pack_nibbles(F.pad(codes, (0, inputs % 2))) if quantization == "int4" else codes
+    data = _in_panels(elements, elements.dtype, panel, 4)
+    scales = _in_panels(scales, scales.dtype, panel, 1).squeeze(-1)
+    return PackedWeight(data, outputs, inputs, panel, quantization, group, scales, sums)
+
+
+def _in_panels(rows: torch.Tensor, dtype: torch.dtype, panel: int, n: int) -> torch.Tensor:
+    """Lay rows `[outputs, elements]` out as `[panels, elements / n, panel, n]`, filled up with zeros."""
+    outputs, elements = rows.shape
     full, left = divmod(outputs, panel)
-    n = 2 if dtype == torch.bfloat16 else 1
-    words = -(-inputs // n)
-    packed = PackedWeight(_empty((full + (left > 0), words, panel, n), dtype), outputs, inputs, panel)
-    columns = packed._columns()
-    if words * n > inputs:
-        weight = F.pad(weight, (0, words * n - inputs))
-    columns[:full] = weight[: full * panel].reshape(full, *columns.shape[1:])
+    data = _empty((full + (left > 0), -(-elements // n), panel, n), dtype)
+    columns = data.transpose(1, 2)
+    if elements % n:
+        rows = F.pad(rows, (0, n - elements % n))
+    columns[:full] = rows[: full * panel].reshape(full, *columns.shape[1:])
     if left:
-        columns[full] = F.pad(weight[full * panel :], (0, 0, 0, panel - left)).view(columns.shape[1:])
-    return packed
+        columns[full] = F.pad(rows[full * panel :], (0, 0, 0, panel - left)).view(columns.shape[1:])
+    return data
 
 
 class _HugePages(threading.local):

@@ -46,7 +46,7 @@ WRITE = Kernel(4, Struct("5P 5q 7i"))
 ATTEND = Kernel(5, Struct("10P 7q 13i 2f"))
 """`Call` of call.h."""
 
-LINEAR = Kernel(6, Struct("5P 5q 4i"))
+LINEAR = Kernel(6, Struct("7P 6q 4i"))
 """`LinearCall` of linear.c."""
 
 SAMPLE = Struct("8P 3q 2i")

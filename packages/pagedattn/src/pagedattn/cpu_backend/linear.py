@@ -11,14 +11,18 @@ from pagedattn import torch_backend
 from pagedattn.cpu_backend.arguments import LINEAR, TYPES, address, dense, function, launch
 from pagedattn.cpu_backend.ops import FLOATS
 from pagedattn.packed import PackedWeight
+from pagedattn.quantized import Quantization
 
 # Words of a row are packed by so many, see kernels/product.h; a single row goes as it is if it is that long.
 _CHUNK = 16
 
+# The numbers that product.h gives quantised weights.
+_QUANTIZED: dict[Quantization, int] = {"int8": 4, "int8-dynamic": 5, "int4": 6}
 
-def linear_panel(dtype: torch.dtype) -> int:
+
+def linear_panel(dtype: torch.dtype, quantization: Quantization | None) -> int:
     """Return the columns of a panel that the kernels multiply at a time; 0 for a dtype they do not know."""
-    return _widest_panel() if dtype in FLOATS else 0
+    return _widest_panel() if dtype in FLOATS or quantization else 0
 
 
 @cache
@@ -43,7 +47,8 @@ def linear(
     if result.ndim != 2 or result.stride(1) != 1:
         result = out.new_empty((tokens, outputs))
     packed = None
-    if tokens > 1 or x.dtype != torch.float32 or inputs % _CHUNK:
+    in_place = tokens == 1 and x.dtype == torch.float32 and inputs % _CHUNK == 0
+    if not in_place or weight.quantization == "int8-dynamic":
         packed = torch.empty(tokens * (inputs + _CHUNK), dtype=torch.float32)
     if bias is not None:
         bias = bias.contiguous()
@@ -51,6 +56,8 @@ def linear(
         LINEAR,
         rows.data_ptr(),
         weight.data.data_ptr(),
+        address(weight.scales),
+        address(weight.column_sums),
         address(bias),
         result.data_ptr(),
         address(packed),
@@ -59,8 +66,9 @@ def linear(
         tokens,
         inputs,
         outputs,
+        weight.group,
         TYPES[x.dtype],
-        TYPES[weight.dtype],
+        TYPES[weight.dtype] if weight.quantization is None else _QUANTIZED[weight.quantization],
         0 if bias is None else TYPES[bias.dtype],
         torch.get_num_threads(),
     )

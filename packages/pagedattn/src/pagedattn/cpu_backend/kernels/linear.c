@@ -16,10 +16,13 @@
 
 /* Laid out as LINEAR of cpu_backend/arguments.py. Strides count elements. */
 typedef struct {
-    const void *x, *weight, *bias; /* [rows, inputs], packed, [outputs]; bias may be NULL */
-    void *out;                     /* [rows, outputs] */
-    uint32_t *packed;              /* rows * (inputs + CHUNK) words; unused for what is read in place */
-    int64_t x_stride, out_stride, rows, inputs, outputs;
+    const void *x, *weight;     /* [rows, inputs], packed */
+    const void *scales;         /* INT8, INT8_DYNAMIC: FLOAT32 [panels, PANEL]; INT4: BFLOAT16 [panels, groups, PANEL] */
+    const int32_t *column_sums; /* INT8_DYNAMIC: [panels, PANEL] */
+    const void *bias;           /* [outputs], or NULL */
+    void *out;                  /* [rows, outputs] */
+    uint32_t *packed;           /* rows * (inputs + CHUNK) words; unused for what is read in place */
+    int64_t x_stride, out_stride, rows, inputs, outputs, group; /* inputs of a group, for INT4 */
     int32_t type, weight_type, bias_type, threads;
 } LinearCall;
 
@@ -33,7 +36,8 @@ typedef struct {
 
 /* Whether x is one row, laid out as if it were packed. */
 INLINE int is_in_place(const LinearCall *call) {
-    return call->rows == 1 && call->type == FLOAT32 && call->inputs % CHUNK == 0;
+    return call->rows == 1 && call->type == FLOAT32 && call->inputs % CHUNK == 0 &&
+           call->weight_type != INT8_DYNAMIC;
 }
 
 /* The first row of a tile; tiles differ by one row at most. */
@@ -43,24 +47,29 @@ INLINE int64_t first_row(const Grid *grid, int64_t tile) { return grid->call->ro
     case 16 * KIND + ROWS:                                       \
         multiply_tile(KIND, ROWS, x, words, panel, ahead, sums); \
         break;
-#define MULTIPLY_6(KIND) \
-    MULTIPLY(KIND, 1) MULTIPLY(KIND, 2) MULTIPLY(KIND, 3) MULTIPLY(KIND, 4) MULTIPLY(KIND, 5) MULTIPLY(KIND, 6)
-#if TALLEST > 6
-#define MULTIPLY_ANY(KIND)                                                    \
+#define MULTIPLY_3(KIND) MULTIPLY(KIND, 1) MULTIPLY(KIND, 2) MULTIPLY(KIND, 3)
+#define MULTIPLY_6(KIND) MULTIPLY_3(KIND) MULTIPLY(KIND, 4) MULTIPLY(KIND, 5) MULTIPLY(KIND, 6)
+#if TALLEST == 12
+#define MULTIPLY_HALF MULTIPLY_6
+#define MULTIPLY_ALL(KIND)                                                    \
     MULTIPLY_6(KIND) MULTIPLY(KIND, 7) MULTIPLY(KIND, 8) MULTIPLY(KIND, 9)    \
     MULTIPLY(KIND, 10) MULTIPLY(KIND, 11) MULTIPLY(KIND, 12)
 #else
-#define MULTIPLY_ANY MULTIPLY_6
+#define MULTIPLY_HALF MULTIPLY_3
+#define MULTIPLY_ALL MULTIPLY_6
 #endif
 
-static void multiply(int kind, int rows, const uint32_t *x, int64_t words, const void *panel, Ahead ahead,
+static void multiply(int kind, int rows, const uint32_t *x, int64_t words, const Panel *panel, const Ahead *ahead,
                      float *sums) {
     switch (16 * kind + rows) {
-        MULTIPLY_ANY(FLOAT32)
-        MULTIPLY_ANY(FLOAT16)
-        MULTIPLY_ANY(BFLOAT16)
+        MULTIPLY_ALL(FLOAT32)
+        MULTIPLY_ALL(FLOAT16)
+        MULTIPLY_ALL(BFLOAT16)
+        MULTIPLY_ALL(INT8)
+        MULTIPLY_ALL(INT8_DYNAMIC)
+        MULTIPLY_HALF(INT4)
 #if HAS_PAIRS
-        MULTIPLY_ANY(BFLOAT16_PAIRS)
+        MULTIPLY_ALL(BFLOAT16_PAIRS)
 #endif
     }
 }
@@ -74,17 +83,38 @@ static void ask_for_out(const LinearCall *call, int64_t row, int rows, int64_t c
     }
 }
 
-/* Sums, plus the bias, to the columns from `column` on of `rows` rows from `row` on. */
-static void finish(const LinearCall *call, int64_t row, int rows, int64_t column, const float *sums) {
+/* The scales of rows of INT8_DYNAMIC, after the packed rows. */
+INLINE float *row_scales(const Grid *grid) {
+    return (float *)(grid->call->packed + grid->call->rows * grid->packed_words);
+}
+
+/* Sums, times their scales, plus the bias, to the columns from `column` on of `rows` rows from `row` on. */
+static void finish(const Grid *grid, int64_t row, int rows, int64_t column, const float *sums) {
+    const LinearCall *call = grid->call;
     for (int c = 0; c < PANEL && column + c < call->outputs; c += W) {
         int64_t at = column + c, left = call->outputs - at;
         vf bias = call->bias ? load_upto(call->bias_type, call->bias, at, left) : (vf){0};
+        vf scale = grid->kind == INT8 || grid->kind == INT8_DYNAMIC ? load((const float *)call->scales + at) : (vf){0};
         for (int r = 0; r < rows; r++) {
             vf sum = load(sums + r * PANEL + c);
+            if (grid->kind == INT8) sum *= scale;
+            if (grid->kind == INT8_DYNAMIC) sum = to_float((vi)sum) * (splat(row_scales(grid)[row + r]) * scale);
             if (call->bias) sum += bias; /* adding 0 would turn -0 into 0 */
             store_upto(call->type, call->out, (row + r) * call->out_stride + at, left, sum);
         }
     }
+}
+
+static Panel panel_at(const Grid *grid, int64_t index) {
+    const LinearCall *call = grid->call;
+    Panel panel = {.weights = (const char *)call->weight + index * panel_size(grid->kind, call->inputs)};
+    if (grid->kind == INT8_DYNAMIC) panel.column_sums = call->column_sums + index * PANEL;
+    if (grid->kind == INT4) {
+        int64_t groups = (call->inputs + call->group - 1) / call->group;
+        panel.scales = (const uint16_t *)call->scales + index * groups * PANEL;
+        panel.group = call->group;
+    }
+    return panel;
 }
 
 /* What tile `index` of `tiles` over a panel asks for: its share of the panel that this thread goes on with, so that
@@ -104,17 +134,17 @@ static void multiply_piece(const Grid *grid, int64_t piece) {
     int64_t first_panel = grid->panels * group / grid->groups, end_panel = grid->panels * (group + 1) / grid->groups;
     const uint32_t *x = is_in_place(call) ? call->x : call->packed;
     float sums[TALLEST * PANEL] __attribute__((aligned(64)));
-    for (int64_t panel = first_panel; panel < end_panel; panel++) {
-        const char *weights = (const char *)call->weight + panel * panel_size(grid->kind, call->inputs);
-        int64_t to_next = panel + 1 < end_panel ? 1 : 1 + (grid->threads - 1) * (end_panel - first_panel);
+    for (int64_t index = first_panel; index < end_panel; index++) {
+        Panel panel = panel_at(grid, index);
+        int64_t to_next = index + 1 < end_panel ? 1 : 1 + (grid->threads - 1) * (end_panel - first_panel);
         for (int64_t tile = first_tile; tile < end_tile; tile++) {
             int64_t row = first_row(grid, tile);
             int rows = first_row(grid, tile + 1) - row;
-            Ahead ahead = look_ahead(grid, weights, to_next, tile - first_tile, end_tile - first_tile,
-                                     panel == first_panel && piece < grid->threads);
-            ask_for_out(call, row, rows, panel * PANEL);
-            multiply(grid->kind, rows, x + row * grid->packed_words, grid->words, weights, ahead, sums);
-            finish(call, row, rows, panel * PANEL, sums);
+            Ahead ahead = look_ahead(grid, panel.weights, to_next, tile - first_tile, end_tile - first_tile,
+                                     index == first_panel && piece < grid->threads);
+            ask_for_out(call, row, rows, index * PANEL);
+            multiply(grid->kind, rows, x + row * grid->packed_words, grid->words, &panel, &ahead, sums);
+            finish(grid, row, rows, index * PANEL, sums);
         }
     }
 }
@@ -142,15 +172,55 @@ INLINE void pack_tile(const Grid *grid, int kind, int type, int64_t tile) {
             pack_chunk(kind, type, at(type, call->x, (row + r) * call->x_stride), k, call->inputs - k, to);
 }
 
+/* The least magnitude of a row that is told from 0: 127 / it is finite. */
+#define LEAST_MAGNITUDE 1e-36f
+
+/* The bits of magnitudes are ordered as they are, and those of what is not finite are the highest. */
+INLINE float highest_magnitude(int type, const void *x, int64_t count) {
+    vi highest = {0};
+    for (int64_t k = 0; k < count; k += W) {
+        vi bits = (vi)load_upto(type, x, k, count - k) & 0x7fffffff;
+        highest = (vi)choose(bits > highest, (vf)bits, (vf)highest);
+    }
+    for (int i = 1; i < W; i++) highest[0] = highest[i] > highest[0] ? highest[i] : highest[0];
+    return ((vf)highest)[0];
+}
+
+/* The rows of a tile as bytes, 127 for the highest magnitude of a row, plus 128. */
+INLINE void quantize_tile(const Grid *grid, int type, int64_t tile) {
+    const LinearCall *call = grid->call;
+    int64_t row = first_row(grid, tile), rows = first_row(grid, tile + 1) - row;
+    for (int64_t r = 0; r < rows; r++) {
+        const void *x = at(type, call->x, (row + r) * call->x_stride);
+        float highest = highest_magnitude(type, x, call->inputs);
+        float factor = highest >= LEAST_MAGNITUDE ? 127.0f / highest : 0.0f;
+        row_scales(grid)[row + r] = !(highest < INFINITY) ? NAN : factor ? highest / 127.0f : 0.0f;
+        uint8_t *to = (uint8_t *)(call->packed + row * grid->packed_words + r * CHUNK);
+        for (int64_t k = 0; k < call->inputs; k += W) {
+            /* Adding 1.5 * 2^23 rounds to even and leaves the integer in the lowest bits. */
+            vf value = load_upto(type, x, k, call->inputs - k) * splat(factor) + splat(12582912.0f);
+            vb bytes = cut_to_byte((vu)value ^ 0x80);
+            memcpy(to + k / (4 * CHUNK) * rows * (4 * CHUNK) + k % (4 * CHUNK), &bytes, sizeof bytes);
+        }
+    }
+}
+
+INLINE void pack_as(const Grid *grid, int type, int64_t tile) {
+    if (grid->kind == INT8_DYNAMIC)
+        quantize_tile(grid, type, tile);
+    else
+        pack_tile(grid, FLOAT32, type, tile);
+}
+
 static void pack(const Grid *grid, int64_t tile) {
     if (grid->kind == BFLOAT16_PAIRS) {
         pack_tile(grid, BFLOAT16_PAIRS, BFLOAT16, tile);
         return;
     }
     switch (grid->call->type) {
-    case FLOAT32: pack_tile(grid, FLOAT32, FLOAT32, tile); break;
-    case FLOAT16: pack_tile(grid, FLOAT32, FLOAT16, tile); break;
-    case BFLOAT16: pack_tile(grid, FLOAT32, BFLOAT16, tile); break;
+    case FLOAT32: pack_as(grid, FLOAT32, tile); break;
+    case FLOAT16: pack_as(grid, FLOAT16, tile); break;
+    case BFLOAT16: pack_as(grid, BFLOAT16, tile); break;
     }
 }
 
@@ -160,7 +230,8 @@ static Grid grid_of(const LinearCall *call, int64_t threads) {
     int per_word = inputs_per_word(grid.kind);
     grid.words = (call->inputs + per_word - 1) / per_word;
     grid.packed_words = (grid.words + CHUNK - 1) / CHUNK * CHUNK;
-    grid.tiles = (call->rows + TALLEST - 1) / TALLEST;
+    int tallest = grid.kind == INT4 ? TALLEST_INT4 : TALLEST;
+    grid.tiles = (call->rows + tallest - 1) / tallest;
     grid.blocks = (grid.tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK;
     grid.panels = (call->outputs + PANEL - 1) / PANEL;
     grid.groups = 1 + threads * PIECES_PER_THREAD / grid.blocks;

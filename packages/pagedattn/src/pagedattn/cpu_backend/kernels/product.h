@@ -4,8 +4,8 @@
  * one stream, whose words take no shuffles to split. Rows are words too, [words / CHUNK, rows, CHUNK]: a copy packs
  * them, rows whose distance is a power of two are kept out of each other's cache lines, and a single row is as it was.
  *
- * Each sum is one chain of multiply-adds over the inputs in order, so that its bits depend on its row and its column
- * alone. */
+ * Each sum is one chain of multiply-adds over the inputs in order (INT4: one for each group, and one of these), so that
+ * its bits depend on its row and its column alone. */
 
 #pragma once
 
@@ -21,8 +21,11 @@
 #define TALLEST 6
 #endif
 
-/* A weight of BFLOAT16 times rows of BFLOAT16, two inputs at a time; the other kinds are element types. */
-enum { BFLOAT16_PAIRS = 4 };
+/* Sums of groups take as many registers as those of all inputs. */
+#define TALLEST_INT4 (TALLEST / 2)
+
+/* How a weight is stored and multiplied, after the element types; BFLOAT16_PAIRS is BFLOAT16 times rows of the same. */
+enum { INT8 = 4, INT8_DYNAMIC = 5, INT4 = 6, BFLOAT16_PAIRS = 7 };
 
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
@@ -30,42 +33,13 @@ enum { BFLOAT16_PAIRS = 4 };
 #define HAS_PAIRS 0
 #endif
 
-/* Inputs in a word of x. */
-INLINE int inputs_per_word(int kind) { return kind == BFLOAT16_PAIRS ? 2 : 1; }
-
-/* Words of x that a word of the weight meets. */
-INLINE int words_per_weight(int kind) { return kind == BFLOAT16 ? 2 : 1; }
-
-/* Bytes of so many inputs of a panel. */
-INLINE int64_t panel_size(int kind, int64_t inputs) {
-    return (kind == FLOAT32 ? inputs * 4 : kind == FLOAT16 ? inputs * 2 : (inputs + 1) / 2 * 4) * PANEL;
-}
-
-INLINE vu load_word(const uint32_t *p) {
-    vu x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-/* W columns of row `k` of a panel. */
-INLINE vu load_weights(int kind, const void *panel, int64_t k, int column) {
-    if (kind == FLOAT16) return (vu)load_as(FLOAT16, panel, k * PANEL + column);
-    return load_word((const uint32_t *)panel + k * PANEL + column);
-}
-
-/* What word i of x is multiplied with, of the words that this one of the weight meets. */
-INLINE vf factor(int kind, vu weights, int i) {
-    if (kind == BFLOAT16) return (vf)(i ? weights & 0xffff0000 : weights << 16);
-    return (vf)weights;
-}
-
-INLINE vf multiply_add(int kind, vf sum, uint32_t word, vf weights) {
-    vf x = (vf)(word + (vu){0});
-#if HAS_PAIRS
-    if (kind == BFLOAT16_PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
-#endif
-    return sum + x * weights;
-}
+/* One panel, and what goes with it. */
+typedef struct {
+    const char *weights;
+    const uint16_t *scales;     /* INT4: of BFLOAT16, [groups, PANEL] */
+    const int32_t *column_sums; /* INT8_DYNAMIC: of the weights, [PANEL] */
+    int64_t group;              /* INT4: inputs of a group, a multiple of CHUNK */
+} Panel;
 
 /* Weights to ask for meanwhile: `step` bytes, of up to two cache lines, with each word of a column; into the second
  * cache alone if `far`. */
@@ -74,6 +48,83 @@ typedef struct {
     int64_t step;
     int far;
 } Ahead;
+
+/* Inputs in a word of x. */
+INLINE int inputs_per_word(int kind) { return kind == BFLOAT16_PAIRS ? 2 : kind == INT8_DYNAMIC ? 4 : 1; }
+
+/* Words of x that a word of the weight meets. */
+INLINE int words_per_weight(int kind) { return kind == BFLOAT16 ? 2 : kind == INT8 ? 4 : kind == INT4 ? 8 : 1; }
+
+/* Bytes of so many inputs of a panel. */
+INLINE int64_t panel_size(int kind, int64_t inputs) {
+    int per_weight = inputs_per_word(kind) * words_per_weight(kind);
+    return (inputs + per_weight - 1) / per_weight * (kind == FLOAT16 ? 2 : 4) * PANEL;
+}
+
+INLINE vu load_word(const void *p) {
+    vu x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* W columns of row `k` of a panel. */
+INLINE vu load_weights(int kind, const char *weights, int64_t k, int column) {
+    if (kind == FLOAT16) return (vu)load_as(FLOAT16, weights, k * PANEL + column);
+    return load_word(weights + 4 * (k * PANEL + column));
+}
+
+INLINE vf to_float(vi x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps((__m512i)x);
+#else
+    return __builtin_convertvector(x, vf);
+#endif
+}
+
+/* What word i of x is multiplied with, of the words that this one of the weight meets. */
+INLINE vf factor(int kind, vu weights, int i) {
+    if (kind == BFLOAT16) return (vf)(i ? weights & 0xffff0000 : weights << 16);
+    if (kind == INT8) {
+        /* Under the exponent for which its lowest bit counts 1, a byte plus 128 is added to that power of two. */
+        int place = 8 * (i % 2);
+        vu byte = (i < 2 ? weights : weights >> 16) & (0xffu << place);
+        return (vf)(byte ^ ((150u - place) << 23 | 0x80u << place)) - splat((1 << (23 - place)) + 128);
+    }
+    if (kind == INT4) {
+#if defined(__AVX512F__)
+        const vf values = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+        return (vf)_mm512_permutexvar_ps((__m512i)(weights >> (4 * i)), (__m512)values); /* by the low four bits */
+#else
+        return to_float((vi)(weights << (28 - 4 * i)) >> 28);
+#endif
+    }
+    return (vf)weights;
+}
+
+INLINE vf multiply_add(int kind, vf sum, uint32_t word, vf weights) {
+    vu x = word + (vu){0};
+    if (kind == INT8_DYNAMIC) {
+#if defined(__AVX512VNNI__)
+        /* As an intrinsic it takes integers, and sums that are cast go through memory (GCC 12). */
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weights));
+        return sum;
+#else
+        vi total = (vi)sum;
+        for (int i = 0; i < 4; i++) total += (vi)(x >> (8 * i) & 0xff) * ((vi)((vu)weights << (24 - 8 * i)) >> 24);
+        return (vf)total;
+#endif
+    }
+#if HAS_PAIRS
+    if (kind == BFLOAT16_PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+#endif
+    return sum + (vf)x * weights;
+}
+
+/* What sums start from. Bytes of x are 128 too high, which makes them unsigned. */
+INLINE vf start(int kind, const Panel *panel, int column) {
+    if (kind != INT8_DYNAMIC) return (vf){0};
+    return (vf)(load_word(panel->column_sums + column) * -128u);
+}
 
 INLINE void ask(const Ahead *ahead, int64_t k) {
     const char *line = ahead->from + k * ahead->step;
@@ -86,18 +137,22 @@ INLINE void ask(const Ahead *ahead, int64_t k) {
     }
 }
 
-/* sums [rows, PANEL] of x, so many words a row, times a panel. */
-INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, const void *panel, Ahead ahead,
+/* sums [rows, PANEL] of x, so many words a row, times a panel; of INT8_DYNAMIC, integers. */
+INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, const Panel *panel, const Ahead *ahead,
                           float *sums) {
-    vf left[TALLEST], right[TALLEST];
+    vf left[TALLEST], right[TALLEST], left_total[TALLEST_INT4], right_total[TALLEST_INT4];
     int step = words_per_weight(kind), asks = rows * step > 4; /* where reads are all the work, they do best alone */
-    for (int r = 0; r < rows; r++) left[r] = right[r] = (vf){0};
+    int64_t group_end = panel->group;
+    const uint16_t *scales = panel->scales;
+    for (int r = 0; r < rows; r++) left[r] = start(kind, panel, 0), right[r] = start(kind, panel, W);
+    if (kind == INT4)
+        for (int r = 0; r < rows; r++) left_total[r] = right_total[r] = (vf){0};
     for (int64_t begin = 0; begin < words; begin += CHUNK, x += rows * CHUNK) {
         int count = words - begin < CHUNK ? words - begin : CHUNK;
         for (int word = 0; word < count; word += step) {
             int64_t k = (begin + word) / step;
-            if (asks) ask(&ahead, k);
-            vu first = load_weights(kind, panel, k, 0), second = load_weights(kind, panel, k, W);
+            if (asks) ask(ahead, k);
+            vu first = load_weights(kind, panel->weights, k, 0), second = load_weights(kind, panel->weights, k, W);
 #pragma GCC unroll 8
             for (int i = 0; i < step; i++) {
                 vf a = factor(kind, first, i), b = factor(kind, second, i);
@@ -108,9 +163,20 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
                 }
             }
         }
+        if (kind == INT4 && (begin + CHUNK == group_end || begin + CHUNK >= words)) {
+            vf a = load_as(BFLOAT16, scales, 0), b = load_as(BFLOAT16, scales, W);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                left_total[r] += left[r] * a;
+                right_total[r] += right[r] * b;
+                left[r] = right[r] = (vf){0};
+            }
+            scales += PANEL;
+            group_end += panel->group;
+        }
     }
     for (int r = 0; r < rows; r++) {
-        store(sums + r * PANEL, left[r]);
-        store(sums + r * PANEL + W, right[r]);
+        store(sums + r * PANEL, kind == INT4 ? left_total[r] : left[r]);
+        store(sums + r * PANEL + W, kind == INT4 ? right_total[r] : right[r]);
     }
 }
