@@ -1,4 +1,7 @@
-"""Memories that count blocks the plainest way, and a runner that keeps rows by what plans tell it."""
+"""Memories that count blocks the plainest way, and a runner that keeps rows by what plans tell it.
+
+Where blocks have ids, a `Cache` holds what a model would have written to them.
+"""
 
 from collections import deque
 from types import SimpleNamespace
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 
 from batchsched import Finish, Limits, Request, Scheduler, StepResult, Swap
+from kvblocks import PagedMemory
 
 
 class CountingMemory:
@@ -113,7 +117,10 @@ class SwapMemory(CountingMemory):
 
 
 class PrefixMemory:
-    """Blocks have ids, reference counts and, once full and computed, the tokens up to their end as a key."""
+    """Blocks have ids, reference counts and, once a step that fills them is planned, all tokens as a key.
+
+    Those that sampled tokens fill have one when that step is committed.
+    """
 
     def __init__(self, num_blocks, block_size=4):
         self.num_blocks = num_blocks
@@ -175,16 +182,24 @@ class PrefixMemory:
                 self.keys.pop(block, None)
                 self.references[block] = 1
                 self.held[row].append(block)
+            self.publish(row, min(length, len(self.prefixes[row].tokens)))
 
     def commit(self, rows, lengths, tokens):
         for row, length in zip(rows.tolist(), lengths.tolist()):
             self.committed[row] = tokens[row, :length].tolist()
             prefix = self.prefixes[row]
             prefix.tokens = max(prefix.tokens, tokens[row, :length].tolist(), key=len)
-            for index in range(length // self.block_size):
-                key = (prefix.extra, tuple(prefix.tokens[: (index + 1) * self.block_size]))
-                if key not in self.keys.values():
-                    self.keys[self.held[row][index]] = key
+            self.publish(row, length)
+
+    def publish(self, row, length):
+        prefix = self.prefixes[row]
+        for index in range(length // self.block_size):
+            key = (prefix.extra, tuple(prefix.tokens[: (index + 1) * self.block_size]))
+            if key not in self.keys.values():
+                self.keys[self.held[row][index]] = key
+
+    def blocks(self, row):
+        return self.held[row]
 
     def free(self, row):
         for block in self.held.pop(row):
@@ -194,6 +209,77 @@ class PrefixMemory:
     def check_empty(self):
         assert self.held == {}
         assert self.references == [0] * self.num_blocks
+
+
+class Paged(PagedMemory):
+    """`PagedMemory`, with what the tests look at."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.committed = {}
+
+    @property
+    def held(self):
+        return np.flatnonzero(self._rows.allocated).tolist()
+
+    def commit(self, rows, lengths, tokens):
+        super().commit(rows, lengths, tokens)
+        for row, length in zip(rows.tolist(), lengths.tolist()):
+            self.committed[row] = tokens[row, :length].tolist()
+        self.check()
+
+    def blocks(self, row):
+        return self.tables.array[row].tolist()
+
+    def check_empty(self):
+        self.drain_copies()
+        self.check()
+        assert self.num_free == self.num_blocks
+        assert self.host_pool is None or self.host_pool.num_free == self.host_pool.num_blocks
+
+
+class Cache:
+    """What a model would have in each slot of the blocks: the tokens up to its position and the salt.
+
+    It knows nothing of keys and references. Copies come before a step. A step writes all its positions, then
+    reads, as each layer does: what a row attends to must be what a step up to this one has written there for
+    the same tokens.
+    """
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.slots = {}
+        self.host = {}
+
+    def run(self, rows):
+        """`rows` are (row, salt, first position, tokens with the drafts that run)."""
+        self.copy_blocks()
+        size = self.memory.block_size
+        tables = {row: self.memory.blocks(row) for row, *_ in rows}
+        written = [
+            ((tables[row][position // size], position % size), (salt, tokens[: position + 1]))
+            for row, salt, start, tokens in rows
+            for position in range(start, len(tokens))
+        ]
+        assert len(dict(written)) == len(written), "two rows write to one slot"
+        self.slots.update(written)
+        for row, salt, _, tokens in rows:
+            for position in range(len(tokens)):
+                read = self.slots.get((tables[row][position // size], position % size))
+                assert read == (salt, tokens[: position + 1]), "a row reads what no step has written"
+
+    def copy_blocks(self):
+        if not isinstance(self.memory, Paged):
+            return
+        copies = self.memory.drain_copies()
+        for (sources, destinations), source, destination in (
+            (copies.swap_out, self.slots, self.host),
+            (copies.swap_in, self.host, self.slots),
+        ):
+            size = self.memory.block_size
+            contents = [[source.get((block, offset)) for offset in range(size)] for block in sources.tolist()]
+            for block, content in zip(destinations.tolist(), contents):
+                destination.update(((block, offset), cell) for offset, cell in enumerate(content))
 
 
 def token_at(handle, position):
@@ -215,10 +301,15 @@ def answer(request, max_model_len):
 
 
 class Runner:
-    """Applies plans to rows of its own, and samples `token_at`. It knows at once what it sampled itself."""
+    """Applies plans to rows of its own, and samples `token_at`. It knows at once what it sampled itself.
 
-    def __init__(self):
+    With a `Cache` it has every position written to its slot and read again. `salts` are by handle.
+    """
+
+    def __init__(self, cache, salts):
         self.rows = {}
+        self.cache = cache
+        self.salts = salts
 
     def run(self, plan):
         for row in plan.freed.tolist():
@@ -228,6 +319,8 @@ class Runner:
             self.rows[admitted.row] = SimpleNamespace(
                 handle=admitted.handle, tokens=admitted.tokens.tolist(), computed=admitted.num_cached
             )
+        if self.cache:
+            self.cache.run(self.cached_rows(plan))
         sampled, counts, drafts = [], [], plan.drafts.tolist()
         for row, start, count, samples, drafted in zip(
             *(column.tolist() for column in plan[1:5]), plan.num_drafts.tolist()
@@ -245,6 +338,15 @@ class Runner:
         assert not drafts
         result = StepResult(plan.step, np.array(sampled, np.int32))
         return result._replace(counts=np.array(counts, np.int32)) if plan.drafts.size else result
+
+    def cached_rows(self, plan):
+        ends = np.cumsum(plan.num_drafts)
+        for row, start, count, first, end in zip(
+            *(column.tolist() for column in (*plan[1:4], ends - plan.num_drafts, ends))
+        ):
+            state = self.rows[row]
+            tokens = (*state.tokens, *plan.drafts[first:end].tolist())
+            yield row, self.salts[state.handle], start, tokens[: start + count]
 
     def verify(self, state, drafts):
         """Sample behind each draft up to the first that is wrong. Returns how many tokens that gave."""
@@ -265,7 +367,9 @@ class Engine:
         self.limits = Limits(**defaults | limits)
         clocks = {"clock": clock} if clock else {}
         self.scheduler = Scheduler(self.limits, memory, policy, preemption, **clocks)
-        self.runner = Runner()
+        self.salts = {}
+        self.cache = Cache(memory) if hasattr(memory, "blocks") else None
+        self.runner = Runner(self.cache, self.salts)
         self.plans = deque()  # those in flight
         self.results = deque()  # and their results
         self.generated = {}
@@ -279,6 +383,7 @@ class Engine:
         request = Request(handle, np.array(prompt, np.int32), max_tokens, **options)
         self.scheduler.add(request)
         self.requests[handle] = request
+        self.salts[handle] = tuple(request.extra)
         self.generated[handle] = request.generated.tolist()
 
     def draft(self, handle, right, wrong=0):
@@ -306,6 +411,8 @@ class Engine:
         if plan.rows.size:
             self.results.append(self.runner.run(plan))
             self.plans.append(plan)
+        elif self.cache:
+            self.cache.copy_blocks()
         return plan
 
     def rows_in_flight(self):
@@ -362,14 +469,26 @@ class Engine:
 def engine():
     """Makes an engine: `engine(num_blocks, block_size=4, prefix_cache=False, host_blocks=None, **limits)`.
 
-    With `host_blocks` it swaps.
+    With `host_blocks` it swaps. With `paged` its memory is kvblocks'.
     """
 
-    def make(num_blocks, block_size=4, prefix_cache=False, host_blocks=None, **options):
-        if host_blocks is not None:
-            return Engine(SwapMemory(num_blocks, block_size, host_blocks), preemption=Swap(), **options)
-        memory = (PrefixMemory if prefix_cache else CountingMemory)(num_blocks, block_size)
-        return Engine(memory, **options)
+    def make(
+        num_blocks, block_size=4, prefix_cache=False, host_blocks=None, paged=False, max_num_seqs=4, **options
+    ):
+        if paged:
+            memory = Paged(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_rows=max_num_seqs,
+                max_blocks_per_row=-(-options.get("max_model_len", 64) // block_size),
+                host_blocks=host_blocks or 0,
+            )
+        elif host_blocks is not None:
+            memory = SwapMemory(num_blocks, block_size, host_blocks)
+        else:
+            memory = (PrefixMemory if prefix_cache else CountingMemory)(num_blocks, block_size)
+        preemption = None if host_blocks is None else Swap()
+        return Engine(memory, preemption=preemption, max_num_seqs=max_num_seqs, **options)
 
     return make
 

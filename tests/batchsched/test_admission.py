@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchsched import Finish, NeverFits, PromptTooLong, RequestRefused
+from batchsched import Finish, NeverFits, Priority, PromptTooLong, RequestRefused
 
 
 def test_a_request_is_admitted_when_its_whole_prompt_fits_though_a_chunk_would(engine):
@@ -192,13 +192,13 @@ class TestPrefixCache:
         e.add(3, prompt, max_tokens=1, extra=(("salt", b"a"),))
         assert e.step() == {2: (0, 10, "*"), 3: (8, 2, "*")}
 
-    def test_nothing_is_shared_before_it_is_computed(self, engine):
-        e = engine(num_blocks=32, prefix_cache=True, max_num_batched_tokens=24)
+    def test_a_later_request_begins_behind_the_blocks_that_its_first_step_fills(self, engine):
+        e = engine(num_blocks=32, prefix_cache=True, max_num_batched_tokens=26)
         prompt = list(range(1, 31))
         e.add(1, prompt, max_tokens=1)
         e.add(2, prompt, max_tokens=1)
-        assert e.step() == {1: (0, 24)}
-        assert e.step() == {1: (24, 6, "*"), 2: (24, 6, "*")}  # the 24 tokens that were computed by then
+        assert e.step() == {1: (0, 26)}
+        assert e.step() == {1: (26, 4, "*"), 2: (28, 2, "*")}  # the seventh block is full after this step
 
     def test_the_blocks_of_the_last_step_are_cached_too(self, engine):
         e = engine(num_blocks=32, prefix_cache=True)
@@ -206,3 +206,99 @@ class TestPrefixCache:
         e.drain()
         e.add(1, [*range(6), *e.generated[0]], max_tokens=1)
         assert e.step() == {1: (8, 1, "*")}
+
+
+SHARING = [{"prefix_cache": True}, {"paged": True}]
+
+
+@pytest.mark.parametrize("memory", SHARING, ids=["plain", "kvblocks"])
+class TestOnePrefixInOneStep:
+    """The runner reads every block it is given: it must hold the row's own tokens by then."""
+
+    PROMPT = tuple(range(1, 11))
+
+    def test_it_is_computed_once(self, engine, memory):
+        e = engine(num_blocks=32, **memory)
+        for handle in range(4):
+            e.add(handle, self.PROMPT, max_tokens=3)
+        assert e.ran(e.plan()) == {
+            0: (0, 10, "*"),
+            1: (8, 2, "*"),
+            2: (8, 2, "*"),
+            3: (8, 2, "*"),
+        }
+        assert e.memory.num_free == 32 - 2 - 4
+        assert e.commit().num_cached.tolist() == [0, 8, 8, 8]
+        e.drain()
+        e.check_answers()
+
+    def test_all_rows_but_the_first_start_behind_its_chunk(self, engine, memory):
+        e = engine(num_blocks=32, long_prefill_token_threshold=6, **memory)
+        for handle in range(3):
+            e.add(handle, self.PROMPT, max_tokens=3)
+        assert e.step() == {0: (0, 6), 1: (4, 6, "*"), 2: (8, 2, "*")}
+        e.drain()
+        e.check_answers()
+
+    def test_a_step_in_flight_counts(self, engine, memory):
+        e = engine(num_blocks=32, **memory)
+        e.add(0, self.PROMPT, max_tokens=3)
+        e.plan()
+        e.add(1, self.PROMPT, max_tokens=3)
+        assert e.ran(e.plan()) == {0: (10, 1, "*"), 1: (8, 2, "*")}
+        e.drain(depth=1)
+        e.check_answers()
+
+    @pytest.mark.parametrize("stages", [2, 3])
+    def test_in_microbatches_of_a_pipeline(self, engine, memory, stages):
+        e = engine(num_blocks=32, stages=stages, max_num_batched_tokens=12, **memory)
+        for handle in range(4):
+            e.add(handle, self.PROMPT, max_tokens=3)
+        assert e.ran(e.plan()) == {0: (0, 10, "*"), 1: (8, 2, "*")}
+        assert e.ran(e.plan()) == {2: (8, 2, "*"), 3: (8, 2, "*")}
+        e.drain(depth=stages - 1)
+        e.check_answers()
+
+    @pytest.mark.parametrize("end", ["abort", "hold"])
+    def test_the_first_ends_before_the_step_has_run(self, engine, memory, end):
+        e = engine(num_blocks=32, max_num_seqs=2, **memory)
+        for handle in range(3):
+            e.add(handle, self.PROMPT, max_tokens=3)
+        e.plan()
+        assert getattr(e.scheduler, end)(0)
+        assert e.ran(e.plan()) == {1: (10, 1, "*")}
+        assert e.memory.num_free == 32 - 4  # nothing is freed before the first step is committed
+        e.commit()
+        assert e.ran(e.plan()) == {1: (11, 1, "*"), 2: (8, 2, "*")}
+        e.scheduler.release(0)
+        if end == "abort":
+            del e.requests[0]
+        e.drain(depth=1)
+        e.check_answers()
+
+    def test_the_first_is_preempted_before_the_step_has_run(self, engine, memory):
+        e = engine(num_blocks=4, policy=Priority(1e6), clock=lambda: 0.0, max_num_seqs=2, **memory)
+        for handle in range(2):
+            e.add(handle, self.PROMPT, max_tokens=3, priority=2)
+        e.plan()
+        e.add(2, [50] * 13, max_tokens=1)
+        e.drain(depth=1)
+        assert e.scheduler.load().preemptions > 0
+        e.check_answers()
+
+    def test_who_may_not_read_the_cache_fills_blocks_for_others(self, engine, memory):
+        e = engine(num_blocks=32, **memory)
+        e.add(0, self.PROMPT, max_tokens=1, use_cache=False)
+        e.add(1, self.PROMPT, max_tokens=1)
+        e.add(2, self.PROMPT, max_tokens=1, use_cache=False)
+        e.add(3, self.PROMPT, max_tokens=1, extra=(("salt", b"a"),))
+        assert e.step() == {0: (0, 10, "*"), 1: (8, 2, "*"), 2: (0, 10, "*"), 3: (0, 10, "*")}
+        e.check_answers()
+
+    def test_a_request_fits_because_it_shares(self, engine, memory):
+        e = engine(num_blocks=4, **memory)
+        for handle in range(3):
+            e.add(handle, self.PROMPT, max_tokens=2)
+        assert e.step() == {0: (0, 10, "*"), 1: (8, 2, "*")}
+        e.drain()
+        e.check_answers()

@@ -23,6 +23,14 @@ POLICIES = {
     "timeslice": lambda: TimeSlice(3),
     "shortest": lambda: ShortestFirst(AGEING),
 }
+MEMORIES = [
+    {},
+    {"prefix_cache": True},
+    {"host_blocks": 0},
+    {"host_blocks": 8},
+    {"paged": True},
+    {"paged": True, "host_blocks": 8},
+]
 RANKS = {
     "fcfs": lambda request, arrival: 0,
     "priority": lambda request, arrival: request.priority + arrival / AGEING,
@@ -36,7 +44,7 @@ def machine(engine, undisturbed, policy):
 
     class Traffic(RuleBasedStateMachine):
         @initialize(
-            memory=st.sampled_from([{}, {"prefix_cache": True}, {"host_blocks": 0}, {"host_blocks": 8}]),
+            memory=st.sampled_from(MEMORIES),
             num_blocks=st.integers(4, 12),
             max_num_seqs=st.integers(1, 5),
             budget=st.integers(1, 12) | st.just(64),
@@ -76,8 +84,23 @@ def machine(engine, undisturbed, policy):
             max_drafts=st.sampled_from([0, 0, 1, 4]),
             held=st.sampled_from([False, False, False, True]),
             resumed=st.sampled_from([0, 0, 0, 1, 5]),
+            use_cache=st.sampled_from([True, True, True, False]),
+            salt=st.sampled_from([(), (), (), (("salt", b"x"),)]),
         )
-        def add(self, prompt, shared, max_tokens, stops, min_tokens, priority, max_drafts, held, resumed):
+        def add(
+            self,
+            prompt,
+            shared,
+            max_tokens,
+            stops,
+            min_tokens,
+            priority,
+            max_drafts,
+            held,
+            resumed,
+            use_cache,
+            salt,
+        ):
             limits, memory = self.engine.limits, self.engine.memory
             # As long as memory and the context allow; the last token takes no block.
             size = min(prompt + max_tokens, limits.max_model_len, memory.num_blocks * memory.block_size + 1)
@@ -92,6 +115,8 @@ def machine(engine, undisturbed, policy):
                 "priority": priority,
                 "max_drafts": max_drafts,
                 "held": held,
+                "use_cache": use_cache,
+                "extra": salt,
             }
             self.engine.add(handle, **options)
             request = self.engine.requests[handle]
@@ -204,7 +229,9 @@ def machine(engine, undisturbed, policy):
 
         def teardown(self):
             steps = 0
-            for handle in sorted(filter(self.is_live, self.held)):
+            # First those that have a row, which they keep from the others while they are on hold.
+            in_rows = {state.handle for state in self.engine.runner.rows.values()}
+            for handle in sorted(filter(self.is_live, self.held), key=lambda handle: handle not in in_rows):
                 # As an engine does: alone in every other step, with none beside it, for its next token.
                 known = len(self.engine.generated[handle])
                 while self.is_live(handle) and len(self.engine.generated[handle]) == known:

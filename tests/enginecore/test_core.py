@@ -84,13 +84,17 @@ def test_together_as_alone(model, truth, options):
     assert_same(run(start_core(model, **options), asks), expected)
 
 
+FEW_BLOCKS = {True: 10, False: 12}
+"""Too few for the requests of `truth`, by whether they share prefixes."""
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_preempted_as_undisturbed(model, truth, caching, budget):
     asks, expected = truth
     core = start_core(
         model,
-        num_blocks_override=12,
+        num_blocks_override=FEW_BLOCKS[caching],
         max_model_len=128,
         enable_prefix_caching=caching,
         max_num_batched_tokens=budget,
@@ -109,7 +113,7 @@ def test_swapped_as_undisturbed(model, truth, caching, host_blocks):
     asks, expected = truth
     core = start_core(
         model,
-        num_blocks_override=12,
+        num_blocks_override=FEW_BLOCKS[caching],
         max_model_len=128,
         enable_prefix_caching=caching,
         preemption_mode="swap",
@@ -284,6 +288,36 @@ def test_equal_prefixes_in_one_step_and_an_abort(model, budget):
     core.add(0, message(1, asks[1]))
     assert collect(core, 2)[1].tokens == expected[1].tokens
     core.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["full attention", "window"])
+def test_equal_prompts_in_one_step_compute_their_prefix_once(model, windowed, kind, depth):
+    """However it is computed, a request's answer is that of a run alone that caches nothing."""
+    folder = model if kind == "full attention" else windowed[0]
+    ask = Ask([(13 * i) % 256 for i in range(70)], 8, params(logprobs=2))
+    (expected,) = run(start_core(folder, enable_prefix_caching=False), [ask])
+    core = start_core(folder, depth=depth)
+    answers = run(core, [ask] * 4)
+    assert_same(answers, [expected] * 4)
+    assert [answer.cached for answer in answers] == [0, 64, 64, 64]
+    stats = core.stats()
+    assert stats.ran_tokens == 70 + 3 * 6 + 4 * 7
+    assert (stats.prefix_queries, stats.prefix_hits) == (4 * 70, 3 * 64)
+
+
+def test_prompt_logprobs_beside_equal_prompts_in_one_step(model):
+    prompt = [(13 * i) % 256 for i in range(40)]
+    plain, asking = Ask(prompt, 4), Ask(prompt, 4, params(prompt_logprobs=1))
+    expected = run(start_core(model, enable_prefix_caching=False), [asking])[0]
+    answers = run(start_core(model), [plain, asking, plain, asking])
+    assert [answer.cached for answer in answers] == [0, 0, 32, 0]
+    for answer in answers:
+        assert answer.tokens == expected.tokens
+    for answer in answers[1::2]:
+        assert [entry[0] for entry in answer.prompt_logprobs] == [
+            entry[0] for entry in expected.prompt_logprobs
+        ]
 
 
 def test_aborts_leave_nothing(model):

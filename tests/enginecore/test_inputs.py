@@ -61,3 +61,9 @@ def test_a_prefix_that_all_rows_share_is_found():
     assert inputs([0, 1, 2], [6, 7, 3], [1, 1, 2], tables).batch.shared_prefix == 2
     assert inputs([0, 1, 3], [6, 7, 4], [1, 1, 1], tables).batch.shared_prefix == 0
     assert inputs([0], [6], [1], tables).batch.shared_prefix == 0
+
+
+def test_blocks_that_a_row_of_the_step_fills_are_no_shared_prefix_yet():
+    tables = [[7, 8, 1], [7, 8, 3], [7, 8, 5], [9, 8, 6]]
+    assert inputs([0, 1, 2], [0, 4, 4], [5, 1, 2], tables).batch.shared_prefix == 0
+    assert inputs([0, 1, 2], [2, 4, 4], [3, 1, 2], tables).batch.shared_prefix == 2

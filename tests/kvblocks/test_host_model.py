@@ -1,12 +1,15 @@
 """Swapping, offloading and layer groups under random schedules, on an array of contents.
 
-The cells hold, for each slot of each tier, what a cold run would have written there. Copies are performed on
-them in the order that `drain_copies` prescribes, and all at once within a list, as a device may. Wherever
-keys or tables say that something can be read, the cells must agree: a block that was given out too early, or
+The cells hold, for each slot of each tier, what a cold run would have written there. Steps are planned ahead
+of those that have run, and run in that order: each performs its copies, then writes, then reads. Copies go
+in the order that `drain_copies` prescribes, and all at once within a list, as a device may. Wherever keys or
+tables say that something can be read, the cells must agree: a block that was given out too early, or
 copied from too late, would be another request's fluent answer.
 """
 
 import random
+from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvblocks import OutOfBlocks, PagedMemory, PrefixHasher
+from kvblocks import BlockCopies, OutOfBlocks, PagedMemory, PrefixHasher, TableChanges
 
 BLOCK = 4
 ROWS = 4
@@ -32,7 +35,17 @@ class Request:
         self.known = len(tokens)
         self.row = None
         self.computed = 0
+        self.planned = 0
+        self.steps = 0  # in flight
         self.swapped = None  # tokens in the host tier
+
+
+class Step(NamedTuple):
+    """A planned step: what it changes first, and the positions that it runs of some requests."""
+
+    copies: BlockCopies
+    changes: list[TableChanges]  # of each group
+    work: list[tuple[Request, int, int, int]]  # request, row, start, end
 
 
 class World:
@@ -59,6 +72,7 @@ class World:
         self.truth = {}  # key → (group, tokens up to the block's end)
         self.running = []
         self.waiting = []
+        self.steps = deque()  # in flight
 
     def keys(self, tokens):
         """The keys of all full blocks of `tokens`, a list for each group; remembers what they stand for."""
@@ -108,7 +122,7 @@ class World:
         prefix = self.memory.prefix(np.array(tokens, np.int32), reuse=reuse)
         request = Request(tokens, prefix, reuse)
         if self.allocate(request) and self.pick([True, True, False]):
-            self.run([request], [len(tokens)])
+            self.plan([request], [len(tokens)])
 
     def resume(self):
         if self.waiting:
@@ -134,7 +148,7 @@ class World:
             assert not fits
             self.waiting.append(request)
             return False
-        request.row, request.computed, request.swapped = row, hit, None
+        request.row, request.computed, request.planned, request.swapped = row, hit, hit, None
         assert hit < len(request.tokens)
         self.tokens[row] = -1
         self.running.append(request)
@@ -142,15 +156,15 @@ class World:
         return True
 
     def step(self):
-        """Some rows run; all copies that are due come first."""
+        """Some rows are to run."""
         requests = [request for request in self.running if self.pick([True, True, False])]
         lengths = []
         for request in requests:
             size = len(request.tokens)
-            lengths.append(self.pick([size, *range(request.computed, size + 1)]))
-        self.run(requests, lengths)
+            lengths.append(self.pick([size, *range(request.planned, size + 1)]))
+        self.plan(requests, lengths)
 
-    def run(self, requests, lengths):
+    def plan(self, requests, lengths):
         rows = [request.row for request in requests]
         needed, free = self.memory.needed(rows, lengths), self.memory.num_free
         try:
@@ -160,49 +174,82 @@ class World:
             self.leave(self.pick(self.running), self.pick([True, False]))
             return
         assert needed == free - self.memory.num_free
-        self.drain()
+        work = [(r, r.row, r.planned, length) for r, length in zip(requests, lengths)]
         for request, length in zip(requests, lengths):
-            self.write(request, length)
-        self.memory.commit(np.array(rows, int), np.array(lengths, int), self.tokens)
-        for request, length in zip(requests, lengths):
-            request.computed = length
-            request.known = max(request.known, length)
-            if length == CAPACITY:
-                self.finish(request)
-            elif length == len(request.tokens):
-                request.tokens = [*request.tokens, self.pick([1, 2])]
+            request.planned = length
+            request.steps += 1
+            self.keys(request.tokens)
+        self.drain(work)
+        if self.pick([True, True, False]):
+            self.run()
 
-    def write(self, request, length):
-        self.tokens[request.row, :length] = request.tokens[:length]
-        for group in range(len(self.windows)):
-            for position in range(request.computed, length):
-                block = self.tables[group, request.row, position // BLOCK]
-                assert self.memory.pool.refcounts[block] == 1, "a row writes where another one reads"
-                self.device[block, position % BLOCK] = group, tuple(request.tokens[: position + 1])
+    def drain(self, work=()):
+        changes = [self.memory.drain_changes(group) for group in range(len(self.windows))]
+        self.steps.append(Step(self.memory.drain_copies(), changes, list(work)))
 
-    def drain(self):
-        for group in range(len(self.windows)):
-            rows, indices, blocks = self.memory.drain_changes(group)
-            self.tables[group, rows, indices] = blocks
-        copies = self.memory.drain_copies()
+    def run(self):
+        """Run the oldest step in flight, and commit it."""
+        if not self.steps:
+            return
+        copies, changes, work = self.steps.popleft()
         for copied in copies:
             assert len(set(copied.destinations.tolist())) == copied.destinations.size
         self.host[copies.swap_out.destinations] = self.device[copies.swap_out.sources]
         self.device[copies.swap_in.destinations] = self.host[copies.swap_in.sources]
-        self.read_all()
+        for group, (rows, indices, blocks) in enumerate(changes):
+            self.tables[group, rows, indices] = blocks
+        for request, row, start, end in work:
+            self.write(request, row, start, end)
+        for request, row, start, end in work:
+            self.read(request, row, start, end)
+            request.steps -= 1
+        self.commit([(request, end) for request, _, _, end in work])
+        self.check_keys()
 
-    def read_all(self):
-        """What rows can read, and what keys promise, is what a cold run would have computed."""
-        for request in self.running:
-            for group in range(len(self.windows)):
-                for position in range(self.needed_from(group, request.computed), request.computed):
-                    cell = self.device[self.tables[group, request.row, position // BLOCK], position % BLOCK]
-                    assert cell == (group, tuple(request.tokens[: position + 1]))
-        tiers = [(self.memory.pool, self.device)]
+    def write(self, request, row, start, end):
+        for group in range(len(self.windows)):
+            for position in range(start, end):
+                block = self.tables[group, row, position // BLOCK]
+                self.device[block, position % BLOCK] = group, tuple(request.tokens[: position + 1])
+
+    def read(self, request, row, start, end):
+        """What the positions from `start` on attend to is what a cold run would have computed."""
+        for group in range(len(self.windows)):
+            for position in range(self.needed_from(group, start), end):
+                cell = self.device[self.tables[group, row, position // BLOCK], position % BLOCK]
+                assert cell == (group, tuple(request.tokens[: position + 1]))
+
+    def commit(self, ends):
+        for request, end in ends:
+            self.tokens[request.row, :end] = request.tokens[:end]
+        rows = np.array([request.row for request, _ in ends], int)
+        self.memory.commit(rows, np.array([end for _, end in ends], int), self.tokens)
+        for request, end in ends:
+            request.computed = end
+            request.known = max(request.known, end)
+            if end == CAPACITY and not request.steps:
+                self.finish(request)
+            elif end == len(request.tokens) < CAPACITY:
+                request.tokens = [*request.tokens, self.pick([1, 2])]
+
+    def check_keys(self):
+        """What keys promise has been written, or is yet to be by a step in flight."""
+        promised = [set(), set()]  # by tier
+        for copies, _, work in self.steps:
+            promised[0].update(copies.swap_in.destinations.tolist())
+            promised[1].update(copies.swap_out.destinations.tolist())
+            for _, row, start, end in work:
+                for group in self.memory.groups:
+                    promised[0].update(group.tables.array[row, start // BLOCK : -(-end // BLOCK)].tolist())
         if self.memory.host_pool:
-            tiers.append((self.memory.host_pool, self.host))
-        for pool, cells in tiers:
-            for block in range(pool.num_blocks):
+            waiting, fresh = self.memory._host.pending.references()
+            promised[0].update(waiting.tolist())
+            promised[1].update(fresh.tolist())
+        tiers = [(self.memory.pool, self.device, promised[0])]
+        if self.memory.host_pool:
+            tiers.append((self.memory.host_pool, self.host, promised[1]))
+        for pool, cells, later in tiers:
+            for block in set(range(pool.num_blocks)) - later:
                 key = pool.key_of(block)
                 if key is not None:
                     group, tokens = self.truth_of(key)
@@ -226,6 +273,8 @@ class World:
             self.resume()
 
     def leave(self, request, swap):
+        if not self.rest(request):
+            return
         self.keys(request.tokens)
         row = request.row
         if swap and self.memory.swap_out(row):
@@ -235,13 +284,21 @@ class World:
                 self.memory.check()  # nothing has changed
             self.memory.free(row)
         request.row = None
-        request.computed = 0
+        request.computed = request.planned = 0
         self.running.remove(request)
         self.waiting.append(request)
 
+    def rest(self, request):
+        """Run all steps that have the request. Whether it is still running then."""
+        while request.steps:
+            self.run()
+        return request in self.running
+
     def end(self):
         if self.running:
-            self.finish(self.pick(self.running))
+            request = self.pick(self.running)
+            if self.rest(request):
+                self.finish(request)
 
     def finish(self, request):
         self.keys(request.tokens)
@@ -254,6 +311,7 @@ class World:
             self.memory.discard(request.prefix)
 
     def reset(self):
+        self.drain()
         self.memory.reset()
 
     def agrees(self):
@@ -270,6 +328,8 @@ class World:
 
     def end_all(self):
         self.drain()
+        while self.steps:
+            self.run()
         for request in self.running:
             self.memory.free(request.row)
         for request in self.waiting:
@@ -281,7 +341,7 @@ class World:
         assert self.memory.reset() == 0
 
 
-MOVES = ["arrive", "resume", "look", "step", "drain", "preempt", "rotate", "end", "discard"]
+MOVES = ["arrive", "resume", "look", "step", "run", "drain", "preempt", "rotate", "end", "discard"]
 OFTEN = [*MOVES, "arrive", "arrive", "resume", "resume", "look", "step", "step", "step", "rotate"]
 
 

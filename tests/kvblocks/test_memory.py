@@ -69,40 +69,60 @@ def test_a_prompt_with_its_earlier_answer_holds_blocks_that_the_answer_filled():
     assert rig.run([*A, 20, 21]) == 8
 
 
-def test_nothing_is_published_before_it_is_computed():
+def test_a_block_is_found_once_a_step_that_fills_it_is_planned():
     rig = Rig()
-    rig.allocate(0, [*A, 20])
+    prefix = rig.prefix([*A, 20])
+    assert rig.memory.allocate(0, prefix) == 0
     assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 0
-    assert rig.allocate(1, [*A, 20])[0] == 0  # in the same step
-    rig.commit(0, 3)
+    rig.memory.grow([0], [3])
     assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 0
-    rig.commit(0, 7)
+    rig.memory.grow([0], [7])
     assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 4
-    rig.memory.free(0)  # aborted half-way
+    rig.memory.grow([0], [9])
+    assert rig.allocate(1, [*A, 20])[0] == 8  # all of it in steps that are yet to be run
+    assert rig.memory.tables.array[:2, :3].tolist() == [[0, 1, 2], [0, 1, 3]]
+    rig.memory.free(0)  # aborted, after those steps
     rig.memory.check()
-    assert rig.allocate(2, [*A, 20])[0] == 4
+    assert rig.allocate(2, [*A, 20])[0] == 8
 
 
-def test_equal_prompts_in_one_step_keep_the_blocks_of_the_first():
+def test_a_block_whose_last_token_is_yet_to_be_sampled_is_found_once_that_is_committed():
     rig = Rig()
-    rig.allocate(0, [*A, 20])
-    rig.allocate(1, [*A, 20])
-    rig.memory.commit([1, 0], [9, 9], rig.tokens)
-    assert rig.memory.pool.match(rig.prefix(A).keys).tolist() == [3, 4]  # row 1's
+    rig.allocate(0, A[:6])
+    rig.memory.grow([0], [8])  # two more steps are planned, or two drafts
+    rig.commit(0, 6)
+    assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 4
+    rig.tokens[0, :8] = A
+    rig.commit(0, 8)
+    assert rig.memory.cached_tokens(rig.prefix([*A, 20])) == 8
+    rig.memory.check()
+
+
+def test_of_equal_blocks_in_one_step_the_first_is_found():
+    rig = Rig()
+    rig.memory.allocate(0, rig.prefix([*A, 20]))
+    rig.memory.allocate(1, rig.prefix([*A, 20]))
+    rig.memory.grow([1, 0], [9, 9])
+    assert rig.memory.pool.match(rig.prefix(A).keys).tolist() == [0, 1]  # row 1's
+    rig.memory.commit([0, 1], [9, 9], np.array([[*A, 20]] * 2, np.int32))
     rig.memory.check()
 
 
 def test_a_chunk_may_fill_several_blocks():
     rig = Rig(record_events=True)
-    _, prefix = rig.allocate(0, [*A, *B, 20])
-    rig.commit(0, 2)
+    prefix = rig.prefix([*A, *B, 20])
+    rig.memory.allocate(0, prefix)
+    rig.memory.grow([0], [2])
     assert rig.memory.pool.events() == []
-    rig.commit(0, 13)
+    rig.memory.grow([0], [13])
     assert rig.memory.pool.events() == [
         BlockStored(0, prefix.keys[0]),
         BlockStored(1, prefix.keys[1]),
         BlockStored(2, prefix.keys[2]),
     ]
+    rig.tokens[0, :17] = [*A, *B, 20]
+    rig.commit(0, 13)
+    assert rig.memory.pool.events() == []
 
 
 def test_a_preempted_request_finds_what_it_had_published():
@@ -291,7 +311,7 @@ def test_mistakes_are_refused_and_change_nothing(call, message):
         call(rig, prefix)
     rig.memory.check()
     assert rig.memory.num_free == 6
-    assert rig.memory.pool.stats.published == 0
+    assert rig.memory.pool.stats.published == 2
 
 
 def test_a_placeholder_among_computed_tokens_is_refused():
@@ -315,7 +335,8 @@ def freed_row(rig, _):
 
 
 def early_key(rig, prefix):
-    rig.memory.pool.publish([1], [prefix.keys[1]])
+    rig.memory.grow([0], [12])
+    rig.memory.pool.publish([2], [b"key"])
 
 
 def stranger(rig, prefix):

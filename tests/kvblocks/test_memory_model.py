@@ -1,11 +1,12 @@
 """PagedMemory under random schedules: what it promises, and what is in the blocks that it hands out.
 
 Two independent views are kept. The model predicts every hit and every free count with lists and dicts. The
-cells are what a cold run would have written to each slot: a hit whose cells hold anything else would be a
-fluent wrong answer.
+cells are what the steps that have run wrote to each slot. A step writes first and reads then: a row that
+reads anything but what a cold run would have written would be a fluent wrong answer.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -23,19 +24,38 @@ STEMS = [[1] * 16, [1] * 6 + [2] * 10]
 
 
 class Request:
-    def __init__(self, tokens, extra, prefix, reuse):
+    """`tokens` are those known now; `fate` is what it samples, over and over."""
+
+    def __init__(self, tokens, extra, prefix, reuse, fate):
         self.tokens = tokens
         self.extra = tuple(extra.items())
         self.prefix = prefix
         self.reuse = reuse
+        self.fate = fate
         self.known = len(tokens)  # tokens the memory knows of
+        self.hashed = len(tokens) // BLOCK
+        self.published = 0
         self.row = None
+        self.planned = 0
         self.computed = 0
+        self.steps = 0  # in flight
+        self.aborted = False
         self.blocks = []
 
     def content(self, length):
         """What the keys and values of token `length - 1` depend on."""
-        return self.extra, tuple(self.tokens[:length])
+        tokens = self.tokens + [self.fate] * (length - len(self.tokens))
+        return self.extra, tuple(tokens[:length])
+
+
+class Step(NamedTuple):
+    """A planned step of some rows: for each the request, its blocks, and the positions it runs."""
+
+    requests: list
+    blocks: list
+    starts: list
+    ends: list
+    right: list  # how many tokens will be known and stay: the others are drafts that are rejected
 
 
 class MemoryModel:
@@ -92,7 +112,8 @@ class MemoryModel:
 
 def all_or_some(request):
     """How many tokens of the request a step may leave computed."""
-    return st.just(len(request.tokens)) | st.integers(request.computed, len(request.tokens))
+    end = max(len(request.tokens), min(request.planned + 1, ROW_BLOCKS * BLOCK))
+    return st.just(end) | st.integers(request.planned, end)
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -107,24 +128,26 @@ class MemoryMachine(RuleBasedStateMachine):
         self.mirror = {}  # (row, index) → block, as a model runner would keep it
         self.preempted = []
         self.running = []
+        self.steps = deque()  # in flight
 
     @rule(
         length=st.integers(0, 16),
         tail=st.lists(st.integers(1, 2), max_size=2),
         extra=st.sampled_from(EXTRAS),
         reuse=st.sampled_from([True] * 4 + [False]),
+        fate=st.integers(1, 2),
         reserve=st.integers(0, 2),
         data=st.data(),
     )
-    def arrive(self, length, tail, extra, reuse, reserve, data):
-        """A new request gets a row and mostly is computed at once; it may repeat another and its answer."""
+    def arrive(self, length, tail, extra, reuse, fate, reserve, data):
+        """A new request gets a row and mostly is planned at once; it may repeat another and its answer."""
         stems = STEMS + [request.tokens for request in self.running + self.preempted]
         tokens = data.draw(st.sampled_from(stems))[:length] + tail
         prefix = self.memory.prefix(np.array(tokens, np.int32), extra, reuse=reuse)
-        request = Request(tokens, extra, prefix, reuse)
+        request = Request(tokens, extra, prefix, reuse, fate)
         self.allocate(request, reserve, data)
         if data.draw(st.sampled_from([True, True, False])):
-            self.run([request], [len(tokens)], data)
+            self.plan_step([request], [len(tokens)], data)
 
     @rule(reserve=st.integers(0, 2), data=st.data())
     def resume(self, reserve, data):
@@ -133,17 +156,20 @@ class MemoryMachine(RuleBasedStateMachine):
             self.allocate(self.preempted.pop(which), reserve, data)
 
     @rule(data=st.data())
-    def step(self, data):
-        """Some rows run for some tokens."""
-        requests = [request for request in self.running if data.draw(st.booleans())]
-        lengths = [data.draw(all_or_some(request)) for request in requests]
-        self.run(requests, lengths, data)
+    def plan(self, data):
+        """Some rows are to run for some tokens."""
+        requests = [r for r in self.running if not r.aborted and data.draw(st.booleans())]
+        self.plan_step(requests, [data.draw(all_or_some(request)) for request in requests], data)
+
+    @rule()
+    def run(self):
+        if self.steps:
+            self.run_step()
 
     @rule(data=st.data())
-    def plan(self, data):
-        """Some rows get room for a step that never runs."""
-        requests = [request for request in self.running if data.draw(st.booleans())]
-        self.grow(requests, [data.draw(all_or_some(request)) for request in requests])
+    def abort(self, data):
+        if self.running:
+            data.draw(st.sampled_from(self.running)).aborted = True
 
     @rule(data=st.data(), preempted=st.booleans())
     def free(self, data, preempted):
@@ -176,31 +202,55 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.allocate(request.row, request.prefix) == num_cached
         self.model.hold(hits)
         request.blocks = hits
-        request.computed = num_cached
+        request.computed = request.planned = num_cached
+        request.published = len(hits)
         self.tokens[request.row] = -1
         self.running.append(request)
-        for position in range(num_cached):
-            cell = self.cells[hits[position // BLOCK], position % BLOCK]
-            assert cell == request.content(position + 1), "a cached block holds another prefix"
         # What `fits` predicted is what the allocation has left.
         lacking = -(-length // BLOCK) - len(hits)
         assert fits == (length <= ROW_BLOCKS * BLOCK and lacking + reserve <= self.model.num_free)
 
-    def run(self, requests, lengths, data):
-        """Compute up to `lengths`; a request whose tokens are all computed gets its next ones."""
-        if not self.grow(requests, lengths):
+    def plan_step(self, requests, ends, data):
+        if not self.grow(requests, ends):
             return
-        for request, length in zip(requests, lengths):
-            self.write(request, length)
-        rows = np.array([request.row for request in requests], np.int32)
-        self.memory.commit(rows, np.array(lengths, np.int32), self.tokens)
-        for request, length in zip(requests, lengths):
-            for end in range((request.computed // BLOCK + 1) * BLOCK, length + 1, BLOCK):
-                self.model.index.setdefault(request.content(end), request.blocks[end // BLOCK - 1])
+        starts = [request.planned for request in requests]
+        right = list(ends)
+        for place, (request, end) in enumerate(zip(requests, ends)):
+            self.publish(request, min(end // BLOCK, request.hashed))
+            known = max(len(request.tokens), request.planned)
+            if end > known and not request.steps:
+                right[place] = data.draw(st.integers(known, end))
+            request.planned = right[place]
+            request.steps += 1
+        self.steps.append(Step(requests, [list(r.blocks) for r in requests], starts, ends, right))
+
+    def run_step(self):
+        """Run the oldest step in flight: all writes, then all reads, then its commit."""
+        step = self.steps.popleft()
+        for request, blocks, start, end, right in zip(*step):
+            for position in range(start, end):
+                content = request.content(position + 1) if position < right else "a rejected draft"
+                self.cells[blocks[position // BLOCK], position % BLOCK] = content
+        for request, blocks, _, _, right in zip(*step):
+            request.steps -= 1
+            for position in range(right):
+                cell = self.cells.get((blocks[position // BLOCK], position % BLOCK))
+                assert cell == request.content(position + 1), "a row reads what no step wrote for it"
+        live = [(request, right) for request, right in zip(step.requests, step.right) if not request.aborted]
+        for request, length in live:
+            request.tokens = list(request.content(max(length, len(request.tokens)))[1])
+            self.tokens[request.row, :length] = request.tokens[:length]
+        rows = np.array([request.row for request, _ in live], np.int32)
+        self.memory.commit(rows, np.array([length for _, length in live], np.int32), self.tokens)
+        for request, length in live:
+            self.publish(request, length // BLOCK)
+            request.hashed = max(request.hashed, length // BLOCK)
             request.computed = length
-            room = ROW_BLOCKS * BLOCK - length
-            if length == len(request.tokens) and room:
-                request.tokens += data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=min(room, 4)))
+
+    def publish(self, request, end):
+        for number in range(request.published, end):
+            self.model.index.setdefault(request.content((number + 1) * BLOCK), request.blocks[number])
+        request.published = max(request.published, end)
 
     def grow(self, requests, lengths):
         rows = [request.row for request in requests]
@@ -212,25 +262,22 @@ class MemoryMachine(RuleBasedStateMachine):
             assert (caught.value.requested, caught.value.free) == (sum(lacking), self.model.num_free)
             return False
         self.memory.grow(rows, lengths)
-        for request, n in zip(requests, lacking):
+        for request, length, n in zip(requests, lengths, lacking):
             request.blocks = request.blocks + [self.model.take() for _ in range(n)]
+            written = request.blocks[request.planned // BLOCK : -(-length // BLOCK)]
+            assert {self.model.refs[block] for block in written} <= {1}, "a row writes where another reads"
         return True
 
-    def write(self, request, length):
-        self.tokens[request.row, :length] = request.tokens[:length]
-        for position in range(request.computed, length):
-            block = request.blocks[position // BLOCK]
-            assert self.model.refs[block] == 1, "a row writes into a block that another one reads"
-            self.cells[block, position % BLOCK] = request.content(position + 1)
-
     def stop(self, request, preempted):
+        while request.steps:
+            self.run_step()
         self.running.remove(request)
         self.memory.free(request.row)
         self.model.release(request.blocks)
         self.mirror = {at: block for at, block in self.mirror.items() if at[0] != request.row}
         request.known = max(request.known, request.computed)
-        request.row, request.blocks, request.computed = None, [], 0
-        if preempted:
+        request.row, request.blocks, request.computed, request.planned = None, [], 0, 0
+        if preempted and not request.aborted:
             self.preempted.append(request)
 
     @invariant()
@@ -248,6 +295,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "memory"):
             return
+        while self.steps:
+            self.run_step()
         for request in self.running:
             self.memory.free(request.row)
         self.memory.check()

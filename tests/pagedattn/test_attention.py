@@ -66,6 +66,23 @@ def test_decodes_are_attended_in_several_chunks(monkeypatch):
     check(make_case([(1, length) for length in (5, 40, 17, 40)]))
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_sequence_reads_what_another_one_writes_in_the_same_step(backend):
+    """Three sequences of the same tokens: one runs 10 of them, the others those from the ninth on."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(10, heads, 16, generator=generator) for heads in (4, 2, 2))
+    batch = build_batch([1, 2, 10], [9, 10, 10], [[3, 5, 0], [3, 5, 1], [3, 5, 4]], block_size=4)
+    assert batch.shared_prefix == 0
+    positions = torch.tensor([8, 8, 9, *range(10)])
+    cache = torch.full((6, 2, 2, 4, 16), torch.nan)
+    write_kv(key[positions], value[positions], cache, batch.slots, backend=backend)
+    out = attend(query[positions], cache, batch, scale=0.25, backend=backend)
+    alone = torch.zeros(3, 2, 2, 4, 16)
+    batch = build_batch([10], [10], [[0, 1, 2]], block_size=4)
+    write_kv(key, value, alone, batch.slots, backend=backend)
+    torch.testing.assert_close(out, attend(query, alone, batch, scale=0.25, backend=backend)[positions])
+
+
 def test_an_empty_batch_gives_nothing():
     cache = torch.zeros(1, 2, 2, 4, 8)
     batch = build_batch([], [], [], block_size=4)

@@ -13,6 +13,9 @@ class Memory(Protocol):
     A row is allocated on admission, grown before every step by the tokens the step will write, committed
     after it with the tokens that are computed, and freed at the end. All arrays are int [n], one element a
     row, rows distinct.
+
+    A row may be allocated on blocks that another one was grown for, even in the same plan: steps are run in
+    the order of their plans, and a step writes all its tokens before it reads any.
     """
 
     @property
@@ -67,7 +70,11 @@ class Memory(Protocol):
         ...
 
     def grow(self, rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> None:
-        """Give each row blocks for `lengths` tokens in all. Called only when that many are free."""
+        """Give each row blocks for `lengths` tokens in all. Called only when that many are free.
+
+        The step that is being planned runs each row up to there. The last of those tokens may be drafts, or
+        yet to be sampled by a step in flight.
+        """
         ...
 
     def commit(self, rows: NDArray[np.intp], lengths: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:

@@ -40,6 +40,8 @@ class Scheduler:
     - It is admitted when all the tokens it has fit and leave the watermark free; never in a step that was
       short of memory, nor while a preempted request has yet to return to the waiting queue.
     - Blocks are freed only once no step in flight reads or writes them.
+    - A request may begin on blocks that steps in flight, or its own first step, are yet to fill. So every
+      plan with rows must be run, in order, whatever happens to its requests meanwhile.
 
     `policy` defaults to `Fcfs` and `preemption` to `Recompute`. `clock` gives seconds; it stamps arrivals and
     measures the time in the queue.
@@ -240,9 +242,8 @@ class Scheduler:
         if self._rows.preempting or not has_room:
             return self._nothing_but(entry)
         self._waiting.remove(entry)
-        row = self._allocate(entry)
-        count = min(entry.tokens.size - row.num_cached, self.limits.chunk)
-        return self._schedule(self._begin([row], [count]), [row])
+        row, end = self._allocate(entry, self.limits.chunk)
+        return self._schedule(self._begin([row], [end]), [row])
 
     def _nothing_but(self, entry: Entry) -> StepPlan:
         """Return an empty plan where a request cannot run alone before other rows make room for it."""
@@ -321,7 +322,7 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[list[AdmittedRow], StepBatch]:
         """Admit the first waiting requests while there are rows, budget, and blocks for all their tokens."""
         admitted: list[AdmittedRow] = []
-        counts: list[int] = []
+        ends: list[int] = []
         # A request that is about to return to the queue goes before those in it.
         if not (budget and self._waiting.has_ready and self._rows.has_free) or self._rows.preempting:
             return admitted, StepBatch.empty()
@@ -334,30 +335,34 @@ class Scheduler:
             watermark = int(self.limits.watermark * (running.size + len(admitted)))
             if not self.memory.fits(entry.prefix, size, promised + watermark):
                 break
-            row = self._allocate(self._waiting.pop())
-            promised += self.memory.needed(np.array([row.row]), np.array([size], np.int32))
-            count = min(size - row.num_cached, self.limits.chunk, budget)
-            budget -= count
+            row, end = self._allocate(self._waiting.pop(), budget)
+            if end < size:
+                promised += self.memory.needed(np.array([row.row]), np.array([size], np.int32))
+            budget -= end - row.num_cached
             admitted.append(row)
-            counts.append(count)
-        return admitted, self._begin(admitted, counts)
+            ends.append(end)
+        return admitted, self._begin(admitted, ends)
 
-    def _begin(self, admitted: list[AdmittedRow], counts: list[int]) -> StepBatch:
-        """Give admitted rows the blocks of their first step, in which they run `counts` tokens."""
+    def _begin(self, admitted: list[AdmittedRow], ends: list[int]) -> StepBatch:
+        """Let admitted rows run, up to the position `ends[i]` each in their first step."""
+        starts = np.array([row.num_cached for row in admitted], np.int32)
         batch = StepBatch(
-            np.array([row.row for row in admitted], np.intp),
-            np.array([row.num_cached for row in admitted], np.int32),
-            np.array(counts, np.int32),
+            np.array([row.row for row in admitted], np.intp), starts, np.array(ends, np.int32) - starts
         )
         if admitted:
-            self.memory.grow(batch.rows, batch.ends)
             self._rows.enqueue(batch.rows)
         return batch
 
-    def _allocate(self, entry: Entry) -> AdmittedRow:
-        """Allocate a row for an entry that has left the waiting queue."""
+    def _allocate(self, entry: Entry, budget: int) -> tuple[AdmittedRow, int]:
+        """Allocate a row for an entry that has left the waiting queue, with the blocks of its first step.
+
+        Returns the position after that step, in which it runs `budget` tokens at most. The blocks are taken
+        at once, so that the next request of the same step finds those that this one fills.
+        """
         row, request = self._rows.allocate(), entry.request
         num_cached = self.memory.allocate(row, entry.prefix)
+        end = min(entry.tokens.size, num_cached + min(self.limits.chunk, budget))
+        self.memory.grow(np.array([row]), np.array([end], np.int32))
         resumed = entry.admitted
         if not resumed:
             entry.num_cached = min(num_cached, request.prompt.size)
@@ -366,9 +371,10 @@ class Scheduler:
         self._entries[row] = entry
         self._rows.begin(row, entry, num_cached)
         waited = self._clock() - entry.queued_at
-        return AdmittedRow(
+        admitted = AdmittedRow(
             row, request.handle, entry.tokens, request.prompt.size, num_cached, resumed, waited
         )
+        return admitted, end
 
     def _schedule(self, batch: StepBatch, admitted: list[AdmittedRow]) -> StepPlan:
         """Put the batch in flight as the next step, and return its plan."""

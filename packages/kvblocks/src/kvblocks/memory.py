@@ -29,8 +29,13 @@ class CacheStats:
 class AllocatedRows:
     """State of the allocated rows, in columns of length `max_rows`.
 
-    `allocated` is bool. `computed` (int32) counts the tokens whose keys and values exist: the full blocks
-    among them are published, no others.
+    `allocated` is bool, the others are int32:
+
+    - `computed`: tokens whose steps are committed;
+    - `published`: leading blocks that are published, or would be if another one did not have their key;
+    - `hashed`: leading blocks whose keys are known, never fewer.
+
+    `unpublished` is the set of rows with more hashed blocks than published ones, mostly empty.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -38,14 +43,21 @@ class AllocatedRows:
         self._padded = np.zeros(2 * max_rows, np.bool_)
         self.allocated = self._padded[:max_rows]
         self.computed = np.zeros(max_rows, np.int32)
+        self.published = np.zeros(max_rows, np.int32)
+        self.hashed = np.zeros(max_rows, np.int32)
+        self.unpublished: set[int] = set()
         self._prefixes: list[Prefix | None] = [None] * max_rows
 
-    def add(self, row: int, prefix: Prefix, computed: int) -> None:
-        """Mark a free row as allocated to `prefix`, with `computed` tokens."""
+    def add(self, row: int, prefix: Prefix, computed: int, published: int) -> None:
+        """Mark a free row as allocated to `prefix`, with `computed` tokens and `published` blocks."""
         prefix.row = row
         self._prefixes[row] = prefix
         self.allocated[row] = True
         self.computed[row] = computed
+        self.published[row] = published
+        self.hashed[row] = len(prefix.keys)
+        if self.published[row] < self.hashed[row]:
+            self.unpublished.add(row)
 
     def remove(self, row: int) -> None:
         """Mark an allocated row as free. Its prefix keeps the number of computed tokens."""
@@ -54,6 +66,7 @@ class AllocatedRows:
         prefix.row = -1
         self._prefixes[row] = None
         self.allocated[row] = False
+        self.unpublished.discard(row)
 
     def prefix(self, row: int) -> Prefix:
         """The prefix of an allocated row."""
@@ -85,13 +98,19 @@ class AllocatedRows:
 class PagedMemory:
     """A block pool, its prefix index and the block tables of `max_rows` rows, kept consistent.
 
-    The life of a row: `allocate` gives it the cached blocks of its prompt, `grow` allocates blocks before a
-    step, `commit` says after the step which tokens are computed now, and `free` releases all blocks, or
-    `swap_out` moves them to the host tier.
+    The life of a row: `allocate` gives it the cached blocks of its prompt, `grow` allocates blocks for the
+    step that is being planned, `commit` says after the step which tokens are computed now, and `free`
+    releases all blocks, or `swap_out` moves them to the host tier.
 
     - A row never begins with all of its tokens cached: one is left to compute, or there would be no logits.
-    - A block is published once it is full and computed, never earlier, so no other row reads what is not
-      there yet.
+    - A block is published by `grow`, as soon as a step that fills it is planned: requests with one prefix
+      compute it once even if they begin in the same step. Where its tokens are not known by then, because
+      they are yet to be sampled, it is published by `commit`.
+    - A published block is full before anyone reads it. Every step that rows were grown for is run, in the
+      order of planning, and each layer writes the keys and values of all the step's tokens before it reads
+      any. A row allocated on the block begins in the step that fills it, or in a later one. The row that
+      fills it holds it until that step has been run, even if its request ends or is preempted: call `free`
+      and `swap_out` only then. So the block is not evicted, reused or copied to the host before.
     - Blocks of freed rows stay cached until the pool reuses them. With a host tier they are copied there
       then, and copied back when a row is allocated on them.
     - `windows` gives each layer group's sliding window in tokens, or None for full attention. Each has a
@@ -223,7 +242,7 @@ class PagedMemory:
         for group, part, blocks in zip(self.groups, hit.groups, tables):
             group.tables.attach(row, blocks, part.first)
         self.discard(prefix)
-        self._rows.add(row, prefix, hit.num_tokens)
+        self._rows.add(row, prefix, hit.num_tokens, hit.num_tokens // self.block_size)
         if not prefix.counted:
             prefix.counted = True
             self.stats.queries += prefix.num_tokens
@@ -238,8 +257,9 @@ class PagedMemory:
         return sum(group.tables.needed(rows, lengths) for group in self.groups)
 
     def grow(self, rows: ArrayLike, lengths: ArrayLike) -> None:
-        """Allocate blocks for `lengths` (int [n]) tokens in all in each of `rows` (int [n], distinct).
+        """Allocate blocks for a step up to `lengths` (int [n]) tokens in each of `rows` (int [n], distinct).
 
+        Publishes the blocks that the step fills, as far as their tokens are known: the step is to be run.
         Raises OutOfBlocks, with nothing changed, if too few blocks are free.
         """
         self._rows.require_allocated(rows)
@@ -249,21 +269,24 @@ class PagedMemory:
                 raise OutOfBlocks(needed, self.num_free)
         for group in self.groups:
             group.tables.grow(rows, lengths)
+        if self._rows.unpublished:
+            self._publish_known(np.asarray(rows, np.intp), np.asarray(lengths))
 
     def commit(self, rows: ArrayLike, lengths: ArrayLike, tokens: NDArray[np.int32]) -> None:
-        """Record that `tokens[row, :length]` are computed, and publish the blocks that became full.
+        """Record that `tokens[row, :length]` are computed, and publish full blocks that `grow` could not.
 
         `rows` and `lengths` are int [n], `tokens` is the int32 [max_rows, max_length] array of all rows'
-        tokens, read up to `length` only. Rows that filled no block cost a comparison. Blocks that a sliding
-        window has left are released: steps in flight run later tokens, which do not attend to them either.
+        tokens, read up to `length` only. Rows with nothing to publish cost a comparison. Blocks that a
+        sliding window has left are released: steps in flight run later tokens, which do not attend to them
+        either.
         """
         self._rows.require_allocated(rows)
         rows, lengths = np.asarray(rows), np.asarray(lengths)
         if self.prefix_caching:
-            before, after = self._rows.computed[rows] // self.block_size, lengths // self.block_size
-            filled = np.flatnonzero(after > before)
+            full = lengths // self.block_size
+            filled = np.flatnonzero(full > self._rows.published[rows])
             if filled.size:
-                self._publish(rows[filled], before[filled], after[filled], tokens)
+                self._publish_committed(rows[filled], full[filled], tokens)
         self._rows.computed[rows] = lengths
         for group in self._windowed:
             group.trim(rows, lengths)
@@ -324,6 +347,11 @@ class PagedMemory:
         For an idle moment: it walks all blocks and table entries, in Python where keys are compared.
         """
         self.pool.check()
+        behind = np.flatnonzero(self._rows.allocated & (self._rows.published < self._rows.hashed)).tolist()
+        require(
+            self._rows.unpublished == set(behind),
+            f"rows {behind} have unpublished keys, and {self._rows.unpublished} are listed",
+        )
         rows = np.arange(self.tables.max_rows)
         holders = []
         for group in self.groups:
@@ -334,30 +362,53 @@ class PagedMemory:
             for row in np.flatnonzero(self._rows.allocated).tolist():
                 prefix = self._rows.prefix(row)
                 require(prefix.row == row, f"row {row} has a prefix that belongs to row {prefix.row}")
-                group.check_keys(row, prefix.keys, int(self._rows.computed[row]) // self.block_size)
+                group.check_keys(row, prefix.keys, int(self._rows.published[row]))
         if self._host:
             self._host.check()
             holders.append(self._host.pending.references()[0])
         self.pool.check_references(np.concatenate(holders))
+
+    def _publish_known(self, rows: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Publish the blocks that are full at `lengths[i]` tokens of each row and have keys."""
+        behind = np.flatnonzero(self._rows.published[rows] < self._rows.hashed[rows])
+        if behind.size == 0:
+            return
+        rows = rows[behind]
+        starts, hashed = self._rows.published[rows], self._rows.hashed[rows]
+        ends = np.clip(lengths[behind] // self.block_size, starts, hashed)
+        keys = []
+        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+            keys += self._rows.prefix(row).keys[start:end]
+        self._publish(rows, starts, ends, keys)
+        self._rows.unpublished.difference_update(rows[ends == hashed].tolist())
+
+    def _publish_committed(
+        self, rows: NDArray[np.integer], ends: NDArray[np.integer], tokens: NDArray[np.int32]
+    ) -> None:
+        """Publish the blocks of each row up to `ends[i]`, which are full now, once they have keys."""
+        beyond = rows[ends > self.tables.counts[rows]]
+        if beyond.size:
+            raise ValueError(f"rows {beyond.tolist()} have computed more tokens than their blocks hold")
+        starts = self._rows.published[rows]
+        keys = []
+        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+            prefix = self._rows.prefix(row)
+            prefix.extend(tokens[row], end * self.block_size)
+            keys += prefix.keys[start:end]
+        self._rows.hashed[rows] = ends
+        self._publish(rows, starts, ends, keys)
 
     def _publish(
         self,
         rows: NDArray[np.integer],
         starts: NDArray[np.integer],
         ends: NDArray[np.integer],
-        tokens: NDArray[np.int32],
+        keys: list[bytes],
     ) -> None:
-        """Publish the blocks `starts[i]` to `ends[i] - 1` of each row, which have just become full."""
-        beyond = rows[ends > self.tables.counts[rows]]
-        if beyond.size:
-            raise ValueError(f"rows {beyond.tolist()} have computed more tokens than their blocks hold")
-        keys = []
-        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
-            prefix = self._rows.prefix(row)
-            prefix.extend(tokens[row], end * self.block_size)
-            keys += prefix.keys[start:end]
+        """Publish the blocks `starts[i]` to `ends[i] - 1` of each row under their tokens' keys."""
         for group in self.groups:
             self.pool.publish(group.tables.blocks(rows, starts, ends), group.keys(keys))
+        self._rows.published[rows] = ends
 
     def _offload(self, blocks: NDArray[np.int32], keys: list[bytes]) -> None:
         assert self._host is not None

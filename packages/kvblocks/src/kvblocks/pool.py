@@ -205,7 +205,7 @@ class BlockPool:
     def publish(self, blocks: ArrayLike, keys: Sequence[bytes]) -> None:
         """Enter `blocks` (int [n], distinct, referenced) in the prefix index under `keys`, one each.
 
-        Only for blocks that are full and computed, since from now on other sequences may read them. A key
+        Only for blocks that are filled before any step planned from now on reads them. A key
         that is published already keeps its block. Raises ValueError if a block is not referenced, or is
         published under another key: content never changes under a key.
         """

@@ -66,8 +66,8 @@ def attend(
 
     `query` is `[tokens, q_heads, head_dim]` and `cache` `[num_blocks, 2, kv_heads, block_size,
     head_dim]`, of one dtype, but that a float8_e4m3fn cache goes with any query; `q_heads` is a
-    multiple of `kv_heads`, and query head h reads KV head `h // (q_heads // kv_heads)`. The new tokens'
-    own keys and values must have been written.
+    multiple of `kv_heads`, and query head h reads KV head `h // (q_heads // kv_heads)`. The keys and values
+    of all new tokens must have been written: a sequence may read what another one's new tokens wrote.
     Returns `[tokens, q_heads, head_dim]`, in `out` when given.
 
     The score of query position p against key position j ≤ p is `scale` · q·k, then
