@@ -62,6 +62,12 @@ class EngineConfig:
         "recompute", "a preempted request's cache is computed again, or kept in swap_space"
     )
 
+    quantization: Literal["int8", "int8-dynamic", "int4"] | None = option(
+        None,
+        "store the weights of linear layers as integers, rounded while they are loaded: int8; int8-dynamic: "
+        "activations are rounded to int8 too, which is fastest for many rows; int4 (groups of 64, head int8)",
+    )
+
     block_size: int = option(16, "tokens in a KV cache block")
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt prefixes")
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
@@ -273,6 +279,7 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: str
     time_slice_tokens: int
     preemption_mode: Literal["recompute", "swap"]
+    quantization: Literal["int8", "int8-dynamic", "int4"] | None
     block_size: int
     enable_prefix_caching: bool
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]

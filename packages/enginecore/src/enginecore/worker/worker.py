@@ -27,6 +27,7 @@ from enginecore.worker.runner.program import layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
 from enginecore.worker.sampling.sampler import sample_with_everything
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
+from enginecore.worker.weights.packing import check_quantization, packed_bytes
 from pagedattn import AttentionBatch, KVLayout, allocate, backend_name
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Worker:
         planned = empty_decoder(
             files, ModelParallel(comms.tp, **experts), device=torch.device("meta"), **shape
         )
+        check_quantization(planned, self.device, config.quantization)
         cached = self.dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
         layout = KVLayout(len(planned.layers), planned.kv_heads, spec.head_dim, config.block_size, cached)
 
@@ -92,10 +94,17 @@ class Worker:
 
         # On a CPU all is known before the weights are read, and what cannot be is refused at once.
         on_cpu = self.device.type == "cpu"
-        available = cpu_bytes(config, local_size, planned.num_bytes) if on_cpu else 0
+        weights = packed_bytes(planned, config.quantization)
+        available = cpu_bytes(config, local_size, weights) if on_cpu else 0
         size = agree(available) if on_cpu else None
         self._model = load_decoder(
-            files, comms.tp, **experts, **shape, device=self.device, on_loaded=on_loaded
+            files,
+            comms.tp,
+            **experts,
+            **shape,
+            device=self.device,
+            quantization=config.quantization,
+            on_loaded=on_loaded,
         )
         progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
@@ -132,17 +141,19 @@ class Worker:
             max_len=size.max_model_len + 1,
             program=program,
         )
-        self._log_start(
-            files, layout, size, cache_reason(config, layout, spec.max_position, available, self.device.type)
-        )
+        reason = cache_reason(config, layout, spec.max_position, available, self.device.type)
+        self._log_start(files, layout, size, reason, config.quantization)
         progress(f"KV cache of {size.num_blocks} blocks allocated")
 
-    def _log_start(self, files: ModelFiles, layout: KVLayout, size: CacheSize, reason: str) -> None:
+    def _log_start(
+        self, files: ModelFiles, layout: KVLayout, size: CacheSize, reason: str, quantization: str | None
+    ) -> None:
         logger.info(
-            "%s on %s in %s, %s kernels, threads: %d",
+            "%s on %s in %s%s, %s kernels, threads: %d",
             files.name,
             self.device,
             self.limits.dtype,
+            f", weights in {quantization}" if quantization else "",
             backend_name(self.device),
             torch.get_num_threads(),
         )

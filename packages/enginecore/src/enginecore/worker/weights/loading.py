@@ -1,10 +1,12 @@
 """Build a model from its files and fill it with its weights."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from collectives import Communicator, ExpertPlacement
+from collectives import Communicator, ExpertPlacement, ParallelLinear
 from enginecore.errors import ModelError
 from enginecore.model_files import ModelFiles
 from enginecore.worker.models.decoder import Decoder
@@ -12,7 +14,8 @@ from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.parallel import ModelParallel
 from enginecore.worker.weights import checkpoint
 from enginecore.worker.weights.naming import canonical
-from enginecore.worker.weights.packing import pack_linear_layers
+from enginecore.worker.weights.packing import Packer, check_quantization
+from pagedattn import Quantization
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that older checkpoints carry and that are computed here."""
@@ -28,9 +31,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int,
+    quantization: Quantization | None = None,
     on_loaded: Callable[[int, int], object] | None = None,
 ) -> Decoder:
     """Return the model of `files` on `device`, every parameter loaded and none left over.
+
+    The weight of a linear layer is packed, and quantised, as soon as it is whole: what it was read as is kept
+    of one layer at a time.
 
     `comm` is the tensor-parallel group; `ep` and `placements` spread experts as ModelParallel says; `layers`
     is what this pipeline stage has, all of them if None. Only what this rank holds is kept.
@@ -44,8 +51,12 @@ def load_decoder(
     model = empty_decoder(
         files, parallel, layers=layers, dtype=dtype, device=device, max_positions=max_positions
     )
-    _fill(model, files, on_loaded)
-    pack_linear_layers(model)
+    check_quantization(model, device, quantization)
+    packer = Packer(dtype, device, quantization)
+    _fill(model, files, packer, on_loaded)
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear):
+            packer.pack(layer)  # a head that is tied to the embedding
     return model.eval()
 
 
@@ -76,9 +87,13 @@ def empty_decoder(
 
 
 @torch.no_grad()
-def _fill(model: Decoder, files: ModelFiles, on_loaded: Callable[[int, int], object] | None) -> None:
+def _fill(
+    model: Decoder, files: ModelFiles, packer: Packer, on_loaded: Callable[[int, int], object] | None
+) -> None:
     loaders = model.loaders()
     loaded: set[str] = set()
+    layers = {name: _layer_of(loader) for name, loader in loaders.items()}
+    awaited = Counter(layer for layer in layers.values() if layer is not None)
     for name, tensor in checkpoint.tensors(files):
         if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.spec.tie_embeddings):
             continue
@@ -86,6 +101,11 @@ def _fill(model: Decoder, files: ModelFiles, on_loaded: Callable[[int, int], obj
             for place, part in canonical(model.spec, name, tensor):
                 if place in loaders:
                     loaders[place](part)
+                    layer = layers[place]
+                    if layer is not None and place not in loaded:
+                        awaited[layer] -= 1
+                        if not awaited[layer]:
+                            packer.pack(layer)
                     loaded.add(place)
                     if on_loaded is not None:
                         on_loaded(len(loaded), len(loaders))
@@ -98,6 +118,13 @@ def _fill(model: Decoder, files: ModelFiles, on_loaded: Callable[[int, int], obj
     missing = [name for name in loaders if name not in loaded]
     if missing:
         raise ModelError(f"{files.path}: {len(missing)} tensors are in no file, first {missing[0]}")
+
+
+def _layer_of(loader: Callable[[torch.Tensor], None]) -> ParallelLinear | None:
+    """Return the linear layer that a loader, a method or a partial of one, fills."""
+    method = loader.func if isinstance(loader, partial) else loader
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, ParallelLinear) else None
 
 
 def storage_dtype(files: ModelFiles) -> torch.dtype | None:
