@@ -1,4 +1,4 @@
-"""Many random kills in a row under load: nothing fails but what HTTP processes had when they were killed."""
+"""Fifty random kills in a row under load: nothing fails but what HTTP processes had when they were killed."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from mixed_load import Load, differences
 from parallel_server import FLAGS, ParallelServer, wait_until_idle
 from server_process import wait_until
 
-KILLS = 25
+KILLS = 50
 PIECES_BETWEEN = 400
 """Pieces of streams that come between two kills."""
 TWO_RANKS = ("--data-parallel-size", "2", "--api-server-count", "2", "--distributed-executor-backend", "mp")

@@ -176,7 +176,7 @@ def _patch(argument: Argument, offsets: dict[int, int], returned: dict[int | Non
 
 
 class _Kind(NamedTuple):
-    """What inputs must have in common with the recorded ones."""
+    """Shape, type and layout that inputs share with the recorded ones."""
 
     shape: tuple[int, ...]
     """Without the tokens."""

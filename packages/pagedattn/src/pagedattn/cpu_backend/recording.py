@@ -1,4 +1,4 @@
-"""What a run of a function did: its kernels, and whose memory their arguments point into."""
+"""Record the kernels that a function runs, and resolve the memory that their arguments point into."""
 
 from __future__ import annotations
 
