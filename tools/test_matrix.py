@@ -97,7 +97,7 @@ class Case:
             yield [*install, "--no-deps", wheel]
 
     def _tests(self) -> list[str]:
-        """Which tests: pytest's arguments."""
+        """Arguments of pytest that choose the tests."""
         folder = Path("tests") / self.package
         if self.end != "alone":
             return [str(folder)]

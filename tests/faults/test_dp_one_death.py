@@ -1,6 +1,7 @@
 """The only rank of a server dies, or its steps fail: requests wait for it and go on."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from deadly_prompts import FAILS, FILE
 from recovery import assert_nothing_lost
 
+from mixed_load import Load, differences
 from parallel_server import FLAGS, ParallelServer
 from server_process import wait_until
 
@@ -40,6 +42,22 @@ def test_a_killed_core(server, requests, right, record_property):
     seconds = assert_nothing_lost(server, requests, right, fault, others=1)
     record_property("recovery", seconds)
     assert seen == [200]
+
+
+def test_a_stopped_core(small_model, requests, right, record_property):
+    with ParallelServer(small_model, *FLAGS, "--step-timeout", "3") as server:
+        [rank] = server.processes("rank")
+        seconds = assert_nothing_lost(server, requests, right, lambda load: rank.send_signal(signal.SIGSTOP))
+        record_property("recovery", seconds)
+        assert server.terminate() == 0
+
+
+def test_two_ranks_with_hardly_any_cache(small_model, requests, right):
+    """Requests wait for each other's blocks; a rank that has none to give holds up nobody elsewhere."""
+    few = ("--num-blocks-override", "12", "--max-model-len", "180")
+    with ParallelServer(small_model, *FLAGS, "--data-parallel-size", "2", *few) as server:
+        assert differences(asyncio.run(Load(server.url).run(requests)), right) == {}
+        assert server.terminate() == 0
 
 
 def test_a_step_that_fails_once(server, requests, right, fails, record_property):

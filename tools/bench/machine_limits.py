@@ -1,4 +1,4 @@
-"""What machine_limits.c measures: the rates of memory reads and of multiply-adds that kernels are held to."""
+"""Rates of memory reads and multiply-adds, measured by machine_limits.c, to compare kernels with."""
 
 from __future__ import annotations
 
