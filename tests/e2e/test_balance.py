@@ -8,7 +8,7 @@ import pytest
 from mixed_load import Load, differences, equal, mixed, write_model
 from parallel_server import FLAGS, ParallelServer, by_rank, wait_until_idle
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 MIXED = mixed(400, least=8, most=24)
 EQUAL = equal(400, tokens=12)
@@ -51,7 +51,7 @@ def test_answers_and_balance(model, right, ranks, front_ends):
         assert apart(counts) <= 0.25, counts
         rounds = [spread(server, EQUAL)[1] for _ in range(3)]
         assert [sum(counts) for counts in rounds] == [400 * 12] * 3
-        # Of one round a front-end's view of the others' requests may be old on a busy machine.
+        # A rank that something else on the machine slows down for one round gets fewer requests then.
         assert apart([sum(counts) for counts in zip(*rounds)]) <= 0.10, rounds
         answers, counts = spread(server, BURST)
         assert sum(counts) == 64 * 30
