@@ -13,6 +13,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+import model_steps
 from checkpoints import (
     gemma_config,
     gpt2_config,
@@ -22,6 +23,8 @@ from checkpoints import (
     save_random,
 )
 from cores import Ask, message, run, start_core
+from enginecore.worker.runner.program import layer_program
+from pagedattn import KVLayout, allocate
 from pagedattn.cpu_backend import arguments
 
 CONFIGS = {
@@ -80,6 +83,15 @@ def test_the_same_tokens(model, options, caplog):
     found, _ = answers(model, **options)
     assert "the layers are one program" in caplog.text
     assert found == answers(model, enforce_eager=True, **options)[0]
+
+
+def test_the_memory_that_is_set_aside_for_a_step_holds_it(model):
+    decoder = model_steps.load(model)
+    heads = decoder.kv_heads, decoder.spec.head_dim
+    cache = allocate(KVLayout(len(decoder.layers), *heads, 16, torch.float32), 1)
+    program = layer_program(decoder, cache, torch.float32, 1000)
+    alignment = 64
+    assert program.nbytes - alignment <= 1000 * 4 * decoder.step_width <= 1.5 * program.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

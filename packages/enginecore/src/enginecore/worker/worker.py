@@ -22,7 +22,15 @@ from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.parallel import ModelParallel, expert_placements
 from enginecore.worker.models.spec import DecoderSpec
 from enginecore.worker.models.stages import split_layers
-from enginecore.worker.runner.kv_sizing import CacheSize, cache_reason, cache_size, cpu_bytes, cuda_bytes
+from enginecore.worker.runner.kv_sizing import (
+    CacheSize,
+    HostMemory,
+    cache_reason,
+    cache_size,
+    cpu_bytes,
+    cuda_bytes,
+    host_memory,
+)
 from enginecore.worker.runner.program import layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
 from enginecore.worker.sampling.sampler import sample_with_everything
@@ -95,7 +103,8 @@ class Worker:
         # On a CPU all is known before the weights are read, and what cannot be is refused at once.
         on_cpu = self.device.type == "cpu"
         weights = packed_bytes(planned, config.quantization)
-        available = cpu_bytes(config, local_size, weights) if on_cpu else 0
+        memory = host_memory(planned, config, self.dtype, weights, local_size) if on_cpu else None
+        available = 0 if memory is None else cpu_bytes(config, memory)
         size = agree(available) if on_cpu else None
         self._model = load_decoder(
             files,
@@ -142,11 +151,17 @@ class Worker:
             program=program,
         )
         reason = cache_reason(config, layout, spec.max_position, available, self.device.type)
-        self._log_start(files, layout, size, reason, config.quantization)
+        self._log_start(files, layout, size, memory, reason, config.quantization)
         progress(f"KV cache of {size.num_blocks} blocks allocated")
 
     def _log_start(
-        self, files: ModelFiles, layout: KVLayout, size: CacheSize, reason: str, quantization: str | None
+        self,
+        files: ModelFiles,
+        layout: KVLayout,
+        size: CacheSize,
+        memory: HostMemory | None,
+        reason: str,
+        quantization: str | None,
     ) -> None:
         logger.info(
             "%s on %s in %s%s, %s kernels, threads: %d",
@@ -157,6 +172,8 @@ class Worker:
             backend_name(self.device),
             torch.get_num_threads(),
         )
+        if memory is not None:
+            logger.info("memory: %s", memory)
         logger.info(
             "KV cache: %d tokens in %d blocks of %d in %s; %s; the longest request has %d tokens",
             size.num_blocks * layout.block_size,

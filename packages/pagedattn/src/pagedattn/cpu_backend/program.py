@@ -200,29 +200,27 @@ def _lay_out(
     arguments: Sequence[Sequence[Argument]],
     returned: dict[int | None, int],
 ) -> _Layout:
-    """Give each tensor its place in the arena, from the first kernel that uses it to the last."""
+    """Give each tensor its place in the arena, the largest first (Pisarchyk & Lee, arXiv:2001.03288).
+
+    No two overlap that are both in use between one's first kernel and its last.
+    """
     uses: dict[int, list[int]] = {}
     for index, call in enumerate(arguments):
         for argument in call:
             if argument.place is not None and argument.place.made is not None:
                 uses.setdefault(argument.place.made, []).append(index)
+    sizes = {made: -(-per_token(first, second, made) // _ALIGNMENT) * _ALIGNMENT for made in uses}
     offsets: dict[int, int] = {}
-    live: list[tuple[int, int, int]] = []  # begin, end, last use
-    most = 0
-    for made, indices in sorted(uses.items(), key=lambda item: item[1][0]):
-        size = -(-per_token(first, second, made) // _ALIGNMENT) * _ALIGNMENT
-        if made in returned:
-            continue
-        live = sorted(span for span in live if span[2] >= indices[0])
+    for made in sorted(uses.keys() - returned.keys(), key=lambda made: (-sizes[made], made)):
         begin = 0
-        for taken, end, _ in live:
-            if taken - begin >= size:
+        for other in sorted(offsets, key=offsets.__getitem__):
+            if uses[other][-1] < uses[made][0] or uses[made][-1] < uses[other][0]:
+                continue
+            if offsets[other] - begin >= sizes[made]:
                 break
-            begin = max(begin, end)
+            begin = max(begin, offsets[other] + sizes[other])
         offsets[made] = begin
-        live.append((begin, begin + size, indices[-1]))
-        most = max(most, begin + size)
-    return _Layout(offsets, most)
+    return _Layout(offsets, max((offset + sizes[made] for made, offset in offsets.items()), default=0))
 
 
 def _given(inputs: Inputs, batch: AttentionBatch) -> list[torch.Tensor]:

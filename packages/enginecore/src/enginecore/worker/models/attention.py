@@ -39,6 +39,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
 
+    @property
+    def step_width(self) -> int:
+        """Elements for each token of projections, what is rotated of them, and mixed values together."""
+        return 2 * sum(self.qkv.local_parts) + self.qkv.local_parts[0]
+
     def forward(self, x: Tensor, rotation: Rotation | None, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """Return the attention output of x [tokens, hidden], writing its keys and values to `cache`."""
         parts = self.qkv(x).split(self.qkv.local_parts, dim=-1)

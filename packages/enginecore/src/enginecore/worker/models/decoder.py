@@ -70,6 +70,11 @@ class Decoder(nn.Module):
         held = itertools.chain(self.parameters(), self.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
+    @property
+    def step_width(self) -> int:
+        """Elements for each token that a step holds at most at once, about, beside the logits."""
+        return max(layer.step_width for layer in self._order)
+
     def forward(
         self,
         inputs: Tensor,

@@ -98,6 +98,12 @@ class SparseFeedForward(nn.Module):
         self._held = placement.local(comm.rank)
         self.experts = ExpertWeights(spec, inner, len(self._held), cut)
 
+    @property
+    def step_width(self) -> int:
+        """Elements for each token of its experts' inputs, projections, activations and outputs together."""
+        inner = self.experts.down.shape[2]
+        return self.router.top_k * (2 * self.experts.down.shape[1] + 3 * inner)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x [tokens, hidden], the same on all tensor-parallel ranks, put through its experts."""
         if not self._spread:

@@ -43,6 +43,11 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(inner, spec.hidden_size, bias=spec.mlp_bias, comm=comm)
         self.activation = activation(spec)
 
+    @property
+    def step_width(self) -> int:
+        """Elements for each token of projections and activations together."""
+        return sum(self.up.local_parts) + self.up.local_parts[0]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x [tokens, hidden] put through the network."""
         return self.down(self.activation(self.up(x)))

@@ -38,6 +38,12 @@ class Layer(nn.Module):
             self.mlp = FeedForward(spec, parallel.tp)
         self.mlp_output_norm = hidden_norm(spec) if spec.output_norms else None
 
+    @property
+    def step_width(self) -> int:
+        """Elements for each token that are held at most between two operations of this rank."""
+        between = max(self.attention.step_width, self.mlp.step_width)
+        return 4 * self.input_norm.weight.shape[0] + between
+
     def forward(
         self,
         x: Tensor,

@@ -14,8 +14,9 @@ class InputBuffers:
     """Fixed rows that only deltas change; indexing them by a step's rows gives the batch."""
 
     def __init__(self, max_rows: int, max_len: int, max_blocks: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        # From numpy, whose zeroed memory takes none until it is written.
+        self.tokens = torch.from_numpy(np.zeros((max_rows, max_len), np.int32)).to(device)
+        self.block_tables = torch.from_numpy(np.zeros((max_rows, max_blocks), np.int32)).to(device)
         on_host = self.block_tables.device.type == "cpu"
         self.host_tables = (
             self.block_tables.numpy() if on_host else np.zeros((max_rows, max_blocks), np.int32)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -9,6 +10,7 @@ import torch
 from enginecore.cgroups import ROOT, groups, read_number
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
+from enginecore.worker.models.decoder import Decoder
 from pagedattn import KVLayout
 
 _GROUP_FILES = (
@@ -22,7 +24,10 @@ At `memory.high` the kernel slows a group's processes down and takes back what i
 """
 
 _CPU_SHARE = 0.4
-_CPU_DEFAULT = 4 << 30
+"""Part of what is free beside weights and activations that the cache takes if nothing else is asked for.
+
+A host has other programs, and maybe another engine; the cache takes memory only as its blocks are first used.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,35 +79,57 @@ def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, availab
     return CacheSize(blocks, asked or min(model_limit, capacity), host_blocks)
 
 
-def cpu_bytes(config: EngineConfig, ranks: int = 1, weights: int = 0) -> int:
-    """Return how many bytes the cache may take of the machine's memory, which `ranks` workers share.
+class HostMemory(NamedTuple):
+    """One worker's share of a host's memory in bytes, before it loads the model."""
 
-    `weights` are the bytes that this worker has yet to load.
+    free: int
+    weights: int
+    step: int
+    """Activations of the largest step, and the logits of all rows."""
+
+    def __str__(self) -> str:
+        parts = (self.weights, "weights"), (self.step, "activations and logits of the largest step")
+        taken = ", ".join(f"{_size(size)} {name}" for size, name in parts)
+        return f"{_size(self.free)} free, of it {taken}"
+
+
+def host_memory(
+    model: Decoder, config: EngineConfig, dtype: torch.dtype, weights: int, ranks: int
+) -> HostMemory:
+    """Return the memory of one of a host's `ranks` workers, which has yet to load `weights` bytes of `model`."""
+    rows = config.max_num_seqs if model.last else 0
+    # Kernels that sample work in float32.
+    logits = rows * model.spec.vocab_size * (dtype.itemsize + 4)
+    step = config.max_num_batched_tokens * model.step_width * dtype.itemsize + logits
+    return HostMemory(free_memory() // ranks, weights, step)
+
+
+def cpu_bytes(config: EngineConfig, memory: HostMemory) -> int:
+    """Return how many bytes the cache may take.
 
     Raises:
         ConfigError: more was asked for than is free.
     """
+    free = memory.free - memory.weights - memory.step
+    if free < 0:
+        raise ConfigError(f"the model does not fit in memory: {memory}")
     swap = int(config.swap_space * 2**30)
-    free = free_memory() // ranks - weights
-    each = "" if ranks == 1 else f" for each of {ranks} ranks"
-    if free < 0:
-        raise ConfigError(f"the weights need {_size(weights)}, and {_size(free + weights)} is free{each}")
-    free -= swap
-    if free < 0:
+    if free < swap:
         raise ConfigError(
-            f"swap_space={config.swap_space} is more than what is free{each}, {_size(free + swap)}"
+            f"swap_space={config.swap_space} is more than the {_size(free)} that are left: {memory}"
         )
+    free -= swap
     asked = config.kv_cache_memory_bytes
     if asked is not None:
         if asked > free:
             raise ConfigError(
-                f"kv_cache_memory_bytes={asked} ({_size(asked)}) is more than what is free{each}, "
-                f"{_size(free)}"
+                f"kv_cache_memory_bytes={asked} ({_size(asked)}) is more than the {_size(free)} that are "
+                f"left: {memory}"
             )
         return asked
     if config.num_blocks_override is not None:
         return free
-    return min(_CPU_DEFAULT // ranks, int(free * _CPU_SHARE))
+    return int(free * _CPU_SHARE)
 
 
 def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:
@@ -132,7 +159,7 @@ def cache_reason(
         return (
             f"{_size(available)}, left by the model of gpu_memory_utilization={config.gpu_memory_utilization}"
         )
-    return f"{_size(available)}, at most {_CPU_SHARE:.0%} of free memory or {_size(_CPU_DEFAULT)} a host"
+    return f"{_size(available)}, {_CPU_SHARE:.0%} of what is left (kv_cache_memory_bytes sets it)"
 
 
 def free_memory(root: Path = ROOT) -> int:
