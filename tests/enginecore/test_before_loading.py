@@ -32,14 +32,14 @@ def test_what_cannot_be_is_refused_before(options, message, without_weights):
         LLM(str(without_weights), **OPTIONS, **options)
 
 
-STEP = 4 * 2048 * (3 * 64 + 3 * 96) + 256 * 320 * (4 + 4)
-"""Bytes of 2,048 tokens (three of 64 hidden features, gate, up and their product) and 256 rows of logits."""
+STEP = 4 * 2048 * (4 * 64 + 2 * 128 + 64) + 256 * 320 * (4 + 4)
+"""Of 2,048 tokens four of 64 hidden features, projections, those rotated, mixed values; 256 rows of logits."""
 
 
 def test_weights_that_do_not_fit_are_refused_before(without_weights, monkeypatch):
     """320 * 64 * 2 numbers at the ends, 2 * (64 * (64 + 32 + 32 + 64 + 3 * 96) + 128) + 64 between them."""
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 300 << 10)
-    said = r"does not fit in memory: 300\.0 KiB free, of it 4\d\d\.\d KiB weights, 4\.4 MiB activations"
+    said = r"does not fit in memory: 300\.0 KiB free, of it 4\d\d\.\d KiB weights, 5\.1 MiB activations"
     with pytest.raises(ConfigError, match=said):
         LLM(str(without_weights), **OPTIONS)
 

@@ -119,18 +119,24 @@ def pack_codes(weight: Codes, quantization: Quantization, panel: int) -> PackedW
     return PackedWeight(data, outputs, inputs, panel, quantization, group, scales, sums)
 
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""By bytes, the type that a word of several elements is copied as."""
+
+
 def _in_panels(rows: torch.Tensor, dtype: torch.dtype, panel: int, n: int) -> torch.Tensor:
     """Lay rows `[outputs, elements]` out as `[panels, elements / n, panel, n]`, filled up with zeros."""
     outputs, elements = rows.shape
-    full, left = divmod(outputs, panel)
-    data = _empty((full + (left > 0), -(-elements // n), panel, n), dtype)
-    columns = data.transpose(1, 2)
+    rows = rows.to(dtype).contiguous()
     if elements % n:
-        rows = F.pad(rows, (0, n - elements % n))
-    columns[:full] = rows[: full * panel].reshape(full, *columns.shape[1:])
+        rows = F.pad(rows, (0, -elements % n))
+    words = rows.view(_WORDS[n * dtype.itemsize])
+    full, left = divmod(outputs, panel)
+    data = _empty((full + (left > 0), words.shape[1], panel), words.dtype)
+    columns = data.transpose(1, 2)
+    columns[:full] = words[: full * panel].view(full, panel, words.shape[1])
     if left:
-        columns[full] = F.pad(rows[full * panel :], (0, 0, 0, panel - left)).view(columns.shape[1:])
-    return data
+        columns[full] = F.pad(words[full * panel :], (0, 0, 0, panel - left))
+    return data.view(dtype).view(*data.shape, n)
 
 
 class _HugePages(threading.local):

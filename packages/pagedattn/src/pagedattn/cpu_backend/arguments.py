@@ -56,19 +56,19 @@ SAMPLE = Struct("8P 3q 2i")
 def launch(kernel: Kernel, *values: float) -> int:
     """Run a kernel; return 0, or why it did not run: its own number of an error, or -1 without memory.
 
-    Where this thread records, the call becomes an operation of the program too.
+    Where this thread records, the call becomes an operation of the program, and does not run now.
     """
-    error = _octavo_run()(kernel.number, kernel.arguments.pack(*values))
     recorder = recording.get()
     if recorder is not None:
         recorder(kernel, values)
-    return error
+        return 0
+    return _octavo_run()(kernel.number, kernel.arguments.pack(*values))
 
 
 recording: ContextVar[Callable[[Kernel, tuple[float, ...]], None] | None] = ContextVar(
     "recording", default=None
 )
-"""Is told of each kernel that this thread runs, with its arguments; see `pagedattn.capture`."""
+"""Takes each kernel that this thread would run, with its arguments; see `pagedattn.capture`."""
 
 
 @cache

@@ -25,7 +25,12 @@ class RotaryTables(nn.Module):
         self._distinct = distinct
         for index, rope in enumerate(distinct):
             if not _grows(rope, positions):
-                self.register_buffer(f"table{index}", cos_sin_table(rope, positions), persistent=False)
+                table = torch.empty(positions, rope.dim, dtype=torch.float32)
+                # torch's arithmetic on the device "meta" is Python that takes seconds to import.
+                if not table.is_meta:
+                    with torch.device("cpu"):
+                        table.copy_(cos_sin_table(rope, positions))
+                self.register_buffer(f"table{index}", table, persistent=False)
         self._positions = positions
 
     def dynamic_rows(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -96,7 +96,7 @@ class HostMemory(NamedTuple):
 def host_memory(
     model: Decoder, config: EngineConfig, dtype: torch.dtype, weights: int, ranks: int
 ) -> HostMemory:
-    """Return the memory of one of a host's `ranks` workers, which has yet to load `weights` bytes of `model`."""
+    """Return the memory of one of a host's `ranks` workers, which has yet to load `weights` bytes."""
     rows = config.max_num_seqs if model.last else 0
     # Kernels that sample work in float32.
     logits = rows * model.spec.vocab_size * (dtype.itemsize + 4)

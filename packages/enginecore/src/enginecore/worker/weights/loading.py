@@ -1,6 +1,5 @@
 """Build a model from its files and fill it with its weights."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -93,19 +92,17 @@ def _fill(
     loaders = model.loaders()
     loaded: set[str] = set()
     layers = {name: _layer_of(loader) for name, loader in loaders.items()}
-    awaited = Counter(layer for layer in layers.values() if layer is not None)
+    packer.expect([layer for layer in layers.values() if layer is not None])
     for name, tensor in checkpoint.tensors(files):
         if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.spec.tie_embeddings):
             continue
         try:
             for place, part in canonical(model.spec, name, tensor):
+                if place in loaded:
+                    raise ModelError(f"{files.path}: tensor {name} is there under another name too")
                 if place in loaders:
-                    loaders[place](part)
-                    layer = layers[place]
-                    if layer is not None and place not in loaded:
-                        awaited[layer] -= 1
-                        if not awaited[layer]:
-                            packer.pack(layer)
+                    with packer.loading(layers[place], part.dtype):
+                        loaders[place](part)
                     loaded.add(place)
                     if on_loaded is not None:
                         on_loaded(len(loaded), len(loaders))

@@ -5,12 +5,14 @@ of the time of a small batch. Products are pagedattn's; where its kernels cannot
 oneDNN's, by the operators that torch.compile emits.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from collectives import Matmul, ParallelLinear, ParallelLMHead
+from collectives import ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.experts import SparseFeedForward
@@ -33,9 +35,12 @@ class PackedLinear:
     stored: products with float32 rows are those of float32, and half the memory is read.
     """
 
-    def __init__(self, weight: Tensor, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, quantization: Quantization | None = None, stored: torch.dtype | None = None
+    ) -> None:
+        """Pack `weight` [out, in], whose values came from the type `stored` if that is known."""
         if quantization is None:
-            self.weight = pack_linear(weight, _narrowest_dtype(weight))
+            self.weight = pack_linear(weight, _narrowest_dtype(weight, stored))
         else:
             self.weight = pack_linear(weight, quantization=quantization)
 
@@ -64,20 +69,52 @@ class Packer:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> None:
         self._quantization = quantization
-        self._make = _maker(dtype, device)
+        self._device = device
+        self._kind = PackedLinear if quantization is not None else _kind(dtype, device)
+        self._awaited: Counter[ParallelLinear] = Counter()
+        """Tensors that are still to be loaded."""
+        self._stored: dict[ParallelLinear, torch.dtype] = {}
+        """The type that the checkpoint has a layer's tensors in."""
+
+    def expect(self, layers: Iterable[ParallelLinear]) -> None:
+        """Take note of the layers that tensors will be loaded into, a layer once for each tensor.
+
+        Those that will be packed have no memory until then, so that one after another uses the same.
+        """
+        self._awaited.update(layers)
+        for layer in self._awaited:
+            if self._kind is not None and layer.weight.numel() and not _is_tied(layer):
+                layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+
+    @contextmanager
+    def loading(self, layer: ParallelLinear | None, dtype: torch.dtype) -> Generator[None]:
+        """Load one tensor of `dtype` into an expected layer; pack that after its last."""
+        if layer is None:
+            yield
+            return
+        if layer.weight.is_meta:
+            weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device=self._device)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        yield
+        self._stored[layer] = torch.promote_types(self._stored.get(layer, dtype), dtype)
+        self._awaited[layer] -= 1
+        if not self._awaited[layer]:
+            self.pack(layer)
 
     def pack(self, layer: ParallelLinear) -> None:
         """Pack a layer whose weight is loaded, unless it is packed already."""
-        if not layer.weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
+        weight = layer.weight
+        if not weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
             return
-        if self._quantization is not None:
-            layer.matmul = PackedLinear(layer.weight, _of_layer(self._quantization, layer))
-        elif self._make is not None:
-            layer.matmul = self._make(layer.weight)
+        if self._kind is OneDNNLinear:
+            layer.matmul = OneDNNLinear(weight)
+        elif self._kind is PackedLinear:
+            quantization = None if self._quantization is None else _of_layer(self._quantization, layer)
+            layer.matmul = PackedLinear(weight, quantization, self._stored.get(layer))
         else:
             return
-        if not (isinstance(layer, ParallelLMHead) and layer.tied):
-            layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        if not _is_tied(layer):
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
 
 def check_quantization(model: Decoder, device: torch.device, quantization: Quantization | None) -> None:
@@ -98,8 +135,7 @@ def packed_bytes(model: Decoder, quantization: Quantization | None) -> int:
     for layer in model.modules():
         if isinstance(layer, ParallelLinear):
             packed = layer.weight.numel() * _BYTES[_of_layer(quantization, layer)]
-            kept = isinstance(layer, ParallelLMHead) and layer.tied
-            saved += (0 if kept else layer.weight.nbytes) - packed
+            saved += (0 if _is_tied(layer) else layer.weight.nbytes) - packed
     return int(model.num_bytes - saved)
 
 
@@ -108,7 +144,11 @@ def _of_layer(quantization: Quantization, layer: ParallelLinear) -> Quantization
     return "int8" if quantization == "int4" and isinstance(layer, ParallelLMHead) else quantization
 
 
-def _maker(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Matmul] | None:
+def _is_tied(layer: ParallelLinear) -> bool:
+    return isinstance(layer, ParallelLMHead) and layer.tied
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> type[PackedLinear | OneDNNLinear] | None:
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
     if backend_name(device) == "cpu":
@@ -119,9 +159,15 @@ def _maker(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Matmu
     return OneDNNLinear if packs else None
 
 
-def _narrowest_dtype(weight: Tensor) -> torch.dtype:
+def _narrowest_dtype(weight: Tensor, stored: torch.dtype | None) -> torch.dtype:
     """Return a dtype of 16 bits that holds every value of `weight`, or else the weight's own."""
+    if weight.dtype.itemsize == 2:
+        return weight.dtype
+    if stored in (torch.bfloat16, torch.float16):
+        return stored
+    # The first row tells most that are not.
+    parts = [weight[:1], *weight.split(_CHECKED_ROWS)]
     for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in weight.split(_CHECKED_ROWS)):
+        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts):
             return dtype
     return weight.dtype
