@@ -174,6 +174,13 @@ def test_a_kernel_can_take_the_place_of_the_matrix_product():
     assert_close(layer(x), F.linear(x, weight))
 
 
+def test_another_function_can_sum_over_the_ranks():
+    layer = RowParallelLinear(4, 3, bias=False, comm=LocalCommunicator(), reduce=lambda y: y.mul_(2))
+    weight, x = draw(3, 4), draw(2, 4, seed=2)
+    layer.load_weight(weight)
+    assert_close(layer(x), 2 * F.linear(x, weight))
+
+
 def test_wrong_shapes_are_refused_with_both_shapes(seat):
     column = ColumnParallelLinear(4, [6, 2], bias=True, comm=seat(1, 2))
     with pytest.raises(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import ExpertPlacement, GlooCommunicator, LocalCommunicator
-from model_steps import load, run_stages
+from model_steps import load, run_program, run_stages
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -30,9 +30,14 @@ def main(rank: int, world: int, folder: Path) -> None:
             experts = {"ep": everyone, "placements": (ExpertPlacement(case["num_experts"], ranks),)}
         tp = everyone if case["tp"] == world else LocalCommunicator()
         model = load(folder / case["model"], tp, **experts)
+        logits = run_stages([model], case["ids"][rank], prefill=20)
+        loads = model.expert_loads()
+        recorded, program = run_program(model, case["ids"][rank], prefill=20)
         found[name] = {
-            "logits": run_stages([model], case["ids"][rank], prefill=20),
-            "loads": model.expert_loads(),
+            "logits": logits,
+            "loads": loads,
+            "recorded": recorded,
+            "host_calls": program.num_host_calls,
             "kv_heads": model.kv_heads,
             "elements": sum(parameter.numel() for parameter in model.parameters()),
         }

@@ -33,7 +33,7 @@ def test_what_cannot_be_is_refused_before(options, message, without_weights):
 
 
 STEP = 4 * 2048 * (4 * 64 + 2 * 128 + 64) + 256 * 320 * (4 + 4)
-"""Of 2,048 tokens four of 64 hidden features, projections, those rotated, mixed values; 256 rows of logits."""
+"""2,048 tokens: four of 64 hidden features, projections, those rotated, mixed values; 256 rows of logits."""
 
 
 def test_weights_that_do_not_fit_are_refused_before(without_weights, monkeypatch):

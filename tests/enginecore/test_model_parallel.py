@@ -104,6 +104,21 @@ def test_logits_are_those_of_one_process(case, folder, ranks):
         torch.testing.assert_close(found[case]["logits"], expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_recorded_layers_give_the_bits_of_their_modules(case, ranks):
+    for found in ranks:
+        assert torch.equal(found[case]["recorded"], found[case]["logits"])
+
+
+def test_a_program_has_a_host_call_for_each_exchange(ranks):
+    calls = {case: [found[case]["host_calls"] for found in ranks] for case in CASES}
+    assert calls["gpt2 tensor"] == [2 * 2] * 2  # after attention and after the feed-forward network
+    assert calls["gemma2 tensor"] == [2 * 4] * 2
+    assert calls["mixtral tensor"] == [2 * 2] * 2
+    assert calls["qwen3_moe experts with copies"] == [2 * 3] * 2
+    assert calls["qwen3_moe experts over replicas"] == [2] * 2  # two layers of three have experts
+
+
 @pytest.mark.parametrize("case", ["mixtral tensor", "mixtral experts"])
 def test_experts_are_cut_or_held_by_one_rank(case, ranks):
     # Linear layers give up their plain weights when packed; what is left of parameters are the embedding,

@@ -23,6 +23,10 @@ from checkpoints import (
     save_random,
 )
 from cores import Ask, message, run, start_core
+from enginecore.config import make_config
+from enginecore.core.engine_core import EngineCore
+from enginecore.executor.executor import make_executor
+from enginecore.model_files import locate
 from enginecore.worker.runner.program import layer_program
 from pagedattn import KVLayout, allocate
 from pagedattn.cpu_backend import arguments
@@ -100,11 +104,44 @@ def test_the_same_tokens_in_half_precision(dtype, tmp_path):
     assert answers(path, dtype=dtype)[0] == answers(path, dtype=dtype, enforce_eager=True)[0]
 
 
-def test_experts_run_operation_by_operation(tmp_path, caplog):
+def test_the_same_tokens_of_a_mixture_of_experts(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     found, _ = answers(save_random(mixtral_config(), tmp_path))
-    assert "the model runs operation by operation: aten." in caplog.text
+    assert "the layers are one program" in caplog.text
     assert found == answers(tmp_path, enforce_eager=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "segments"),
+    [
+        (llama_config(), {}, 5),  # two exchanges in each of two layers
+        pytest.param(mixtral_config(), {"enable_expert_parallel": True}, 5, marks=pytest.mark.slow),
+    ],
+    ids=["tensor parallel", "experts on two ranks"],
+)
+def test_the_same_tokens_on_two_ranks(config, options, segments, tmp_path, monkeypatch, capfd):
+    """Worker processes run the program's segments, and exchange results between them."""
+    monkeypatch.setattr(logging.getLogger("enginecore"), "level", logging.INFO)  # workers have it too
+    path = save_random(config, tmp_path)
+    found = []
+    for enforce_eager in (False, True):
+        given = make_config(
+            {
+                "model": str(path),
+                "dtype": "float32",
+                "device": "cpu",
+                "num_blocks_override": 64,
+                "tensor_parallel_size": 2,
+                "enforce_eager": enforce_eager,
+                **options,
+            }
+        )
+        executor = make_executor(given, locate(given.model))
+        found.append([answer.tokens for answer in run(EngineCore(given, executor), asks())])
+        executor.shutdown()
+        said = capfd.readouterr().err
+        assert said.count(f"in {segments} segments") == (0 if enforce_eager else 2), said
+    assert found[0] == found[1] == answers(path)[0]
 
 
 class Dispatches(TorchDispatchMode):

@@ -12,6 +12,7 @@ from pagedattn import (
     attend,
     build_batch,
     capture,
+    host_call,
     layer_norm,
     linear,
     pack_linear,
@@ -141,6 +142,130 @@ def test_what_cannot_be_recorded_is_refused(function, said):
             block_size=4,
             max_tokens=8,
         )
+
+
+class Exchanging(Layer):
+    """Two layers with host calls, like those of tensor parallelism."""
+
+    def __init__(self, exchange, dtype=torch.float32):
+        super().__init__(dtype)
+        self.exchange = exchange
+
+    def __call__(self, inputs, batch):
+        x, positions = inputs
+        for _ in range(2):  # both layers have one cache, so that attention's schedule is shared over segments
+            mixed, residual = super().__call__((x, positions), batch)
+            host_call(self.exchange, mixed)
+            x, out = rms_norm(mixed, self.norms[2], 1e-5, residual)
+            host_call(self.exchange, out[:, :8])
+        return x, out
+
+
+def halve_and_shift(tensor):
+    tensor.mul_(0.5).add_(torch.arange(len(tensor), dtype=tensor.dtype)[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_host_calls_between_segments(dtype):
+    layer, again = Exchanging(halve_and_shift, dtype), Exchanging(halve_and_shift, dtype)
+    program = program_of(layer, dtype)
+    assert program.num_host_calls == 4
+
+    @settings(deadline=None, max_examples=40)
+    @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7), st.integers())
+    def check(rows, seed):
+        inputs, batch = step(*zip(*rows, strict=True), seed=abs(seed), dtype=dtype)
+        expected = again(inputs, batch)
+        for got, right in zip(program(inputs, batch), expected, strict=True):
+            assert torch.equal(got, right)
+        assert torch.equal(layer.cache, again.cache)
+
+    check()
+
+
+def test_host_calls_come_in_order_with_the_tensors_of_a_run():
+    seen = []
+
+    def run(inputs, batch):
+        (x,) = inputs
+        out, y = torch.empty_like(x), rms_norm(x, ONES, 1e-5)
+        host_call(lambda: seen.append("first"))
+        host_call(lambda a, b: seen.append((tuple(a.shape), a.stride(), b.shape[0])) or b.copy_(-a), y, out)
+        return activation(out, "relu"), out, y
+
+    def program_input(tokens):
+        return torch.randn(tokens, HIDDEN)
+
+    program = capture(run, lambda n: (program_input(n),), block_size=4, max_tokens=9)
+    assert (program.num_operations, program.num_host_calls, seen) == (2, 2, [])
+    for tokens in (9, 1, 4):
+        x = program_input(tokens)
+        relu, out, y = program((x,), step([tokens], [0])[1])
+        assert torch.equal(y, rms_norm(x, ONES, 1e-5))
+        assert torch.equal(out, -y)
+        assert torch.equal(relu, out.relu())
+        assert seen == ["first", ((tokens, HIDDEN), (HIDDEN, 1), tokens)]
+        seen.clear()
+
+
+def test_what_a_host_function_runs_is_not_recorded():
+    weight = pack_linear(torch.eye(HIDDEN))
+
+    def run(inputs, batch):
+        y = rms_norm(inputs[0], ONES, 1e-5)
+        host_call(lambda y: y.copy_(linear(y + 1, weight)), y)
+        return (linear(y, weight),)
+
+    program = capture(run, lambda n: (torch.zeros(n, HIDDEN),), block_size=4, max_tokens=9)
+    assert program.num_operations == 2
+    x = torch.randn(3, HIDDEN)
+    assert torch.equal(program((x,), step([3], [0])[1])[0], rms_norm(x, ONES, 1e-5) + 1)
+
+
+def test_an_error_of_a_host_function_leaves_the_program_as_it_was():
+    fails = [False]
+
+    def exchange(tensor):
+        if fails[0]:
+            raise ConnectionError("a rank is gone")
+        halve_and_shift(tensor)
+
+    layer, again = Exchanging(exchange), Exchanging(halve_and_shift)
+    program = program_of(layer)
+    inputs, batch = step([3, 4], [2, 5])
+    for failing in (False, True, True, False):
+        fails[0] = failing
+        if failing:
+            with pytest.raises(ConnectionError, match="a rank is gone"):
+                program(inputs, batch)
+            continue
+        for got, right in zip(program(inputs, batch), again(inputs, batch), strict=True):
+            assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize(
+    ("pick", "said"),
+    [
+        (lambda x, y: x, r"not \[7, 32\] from elsewhere"),
+        (lambda x, y: ONES, r"not \[32\] from elsewhere"),
+        (lambda x, y: y[1:], r"takes tensors \[7 tokens, …\] that were made on the way, not \[6, 32\]"),
+        (lambda x, y: y.T, r"not \[32, 7\]"),
+    ],
+)
+def test_host_calls_take_what_was_made_on_the_way(pick, said):
+    def run(inputs, batch):
+        y = rms_norm(inputs[0], ONES, 1e-5)
+        host_call(print, pick(inputs[0], y))
+        return (y,)
+
+    with pytest.raises(CaptureError, match=said):
+        capture(run, lambda n: (torch.zeros(n, HIDDEN),), block_size=4, max_tokens=9)
+
+
+def test_without_a_recording_a_host_call_is_a_call():
+    x = torch.ones(2, 3)
+    host_call(torch.Tensor.add_, x, torch.ones(3))
+    assert x.tolist() == [[2.0] * 3] * 2
 
 
 def test_other_back_ends_have_no_programs():

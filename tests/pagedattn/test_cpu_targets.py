@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 FOLDER = Path(__file__).parent
-TESTS = ("test_linear.py", "test_quantized.py", "test_cpu_ops.py")
+TESTS = ("test_linear.py", "test_quantized.py", "test_cpu_ops.py", "test_capture.py")
 
 
 def compiler(folder, *, instructions="native", extra=""):

@@ -13,6 +13,7 @@ from collectives.communicator import Communicator
 from collectives.sharding import Shard, shard
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Reduce = Callable[[Tensor], object]
 Device = torch.device | str | int
 
 
@@ -140,7 +141,8 @@ class RowParallelLinear(ParallelLinear):
     """y = x Wᵀ + b, with the input features sharded over the ranks and the products summed by all_reduce.
 
     Its input on each rank is the output of a ColumnParallelLinear of `in_features`; give it the `cuts` of
-    that part, `cuts[rank]`. The bias is added once, on rank 0.
+    that part, `cuts[rank]`. The bias is added once, on rank 0. `reduce(y)` sums y over the ranks in place; it
+    is `comm.all_reduce` unless another is given, as one that calls it in a way of its own.
 
     Forward: x [..., this rank's share of in_features] -> [..., out_features], the same on all ranks.
     Weight: [out_features, this rank's share of in_features].
@@ -157,6 +159,7 @@ class RowParallelLinear(ParallelLinear):
         bias: bool,
         comm: Communicator,
         cuts: Sequence[Shard] | None = None,
+        reduce: Reduce | None = None,
         dtype: torch.dtype | None = None,
         device: Device | None = None,
     ) -> None:
@@ -169,6 +172,7 @@ class RowParallelLinear(ParallelLinear):
         self.in_features = in_features
         self.out_features = out_features
         self._cut = cut
+        self._reduce = comm.all_reduce if reduce is None else reduce
 
     def load_weight(self, tensor: Tensor) -> None:
         """Take this rank's columns of the full weight [out_features, in_features]."""
@@ -183,7 +187,8 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.matmul(x, self.weight, self.bias if self.comm.rank == 0 else None)
-        return self.comm.all_reduce(y)
+        self._reduce(y)
+        return y
 
 
 def _check_cuts(cuts: Sequence[Sequence[Shard]], parts: Sequence[int], ranks: int, replicas: bool) -> None:

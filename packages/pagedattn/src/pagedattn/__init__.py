@@ -4,7 +4,7 @@ from pagedattn.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.attention import attend, write_kv
 from pagedattn.backends import BackendUnavailable, backend_name
 from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
-from pagedattn.capture import CaptureError, Program, capture
+from pagedattn.capture import CaptureError, Program, capture, host_call
 from pagedattn.copies import copy_blocks
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
@@ -33,6 +33,7 @@ __all__ = [
     "find_shared_prefix",
     "gelu_and_mul",
     "grouped_matmul",
+    "host_call",
     "layer_norm",
     "linear",
     "pack_linear",

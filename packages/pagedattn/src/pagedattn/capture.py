@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from pagedattn.backends import backend_name
 from pagedattn.batch import AttentionBatch
 
 Inputs = tuple[torch.Tensor, ...]
+HostFunction = Callable[..., object]
 
 
 class CaptureError(ValueError):
@@ -23,7 +25,8 @@ class Program(Protocol):
     """Kernels that run one after another by one team of threads, for any number of tokens up to `max_tokens`.
 
     One thread may call it at a time. It keeps the function that it was recorded from. What that has besides
-    its inputs (weights, caches, tables) must stay where it was: changed in place, not replaced.
+    its inputs (weights, caches, tables) must stay where it was: changed in place, not replaced. Host calls
+    cut it into segments, each of which one C call runs.
     """
 
     max_tokens: int
@@ -31,6 +34,11 @@ class Program(Protocol):
     @property
     def num_operations(self) -> int:
         """Kernels in a run."""
+        ...
+
+    @property
+    def num_host_calls(self) -> int:
+        """Calls of `host_call` in a run; there is one more segment."""
         ...
 
     @property
@@ -43,7 +51,8 @@ class Program(Protocol):
 
         Raises ValueError for more tokens than `max_tokens` and for inputs that differ in type or width from
         the recorded ones, and what the kernels raise when a batch does not fit its cache: then nothing has
-        run.
+        run. What a host call raises is passed on, and what follows it does not run; the program can be called
+        again.
         """
         ...
 
@@ -58,10 +67,10 @@ def capture(
 ) -> Program:
     """Record what `run(inputs, batch)` does, as a program that is called likewise.
 
-    `run` takes contiguous tensors `[tokens, …]` and returns new ones. It may call this package's `linear`,
-    `rms_norm`, `rotary`, `write_kv`, `attend` and gated activations, and take views; any other operation of
-    torch is an error, since a run of the program would leave it out. `example(tokens)` makes inputs. `run` is
-    called with two of them and batches of `block_size` that store nothing and attend to block 0; from what
+    `run` takes contiguous tensors `[tokens, …]` and returns new ones. It may call this package's `embedding`,
+    `linear`, norms, `rotary`, `write_kv`, `attend`, activations and `host_call`, and take views; any other
+    operation of torch is an error, since a run of the program would leave it out. `example(tokens)` makes
+    inputs. `run` is called with two of them and batches of `block_size`, without a kernel being run; from what
     differs the program knows what to set anew in each run.
 
     Raises CaptureError where `run` cannot be recorded, or the back end has no programs.
@@ -72,6 +81,39 @@ def capture(
     examples = [(example(batch.num_tokens), batch) for batch in _batches(block_size)]
     program = importlib.import_module("pagedattn.cpu_backend.program")
     return program.record(run, examples, max_tokens)
+
+
+def host_call(function: HostFunction, *tensors: torch.Tensor) -> None:
+    """Call `function(*tensors)`, which changes tensors in place; a program calls it in each of its runs.
+
+    It is for what kernels cannot do, such as exchanging results with other processes. While `capture`
+    records, the function is not called: each run of the program runs the kernels before it, calls it with the
+    run's own tensors, and goes on. It must not keep these beyond the call.
+
+    Raises CaptureError while recording, unless each tensor is `[tokens, …]` and was made by the recorded
+    function, or is a view of one that was.
+    """
+    active = recorder.get()
+    if active is None:
+        function(*tensors)
+    else:
+        active.record_host_call(function, tensors)
+
+
+class Recorder(Protocol):
+    """Records what a thread runs."""
+
+    def record_kernel(self, kernel: Any, values: tuple[float, ...]) -> None:
+        """Take a kernel of the back end and its arguments."""
+        ...
+
+    def record_host_call(self, function: HostFunction, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the arguments of `host_call`."""
+        ...
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+"""What records this thread now."""
 
 
 def _batches(block_size: int) -> list[AttentionBatch]:

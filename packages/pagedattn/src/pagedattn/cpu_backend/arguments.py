@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 
+from pagedattn.capture import recorder
 from pagedattn.cpu_backend.build import load_library
 
 # The numbers that vectors.h gives element types.
@@ -58,17 +58,11 @@ def launch(kernel: Kernel, *values: float) -> int:
 
     Where this thread records, the call becomes an operation of the program, and does not run now.
     """
-    recorder = recording.get()
-    if recorder is not None:
-        recorder(kernel, values)
+    active = recorder.get()
+    if active is not None:
+        active.record_kernel(kernel, values)
         return 0
     return _octavo_run()(kernel.number, kernel.arguments.pack(*values))
-
-
-recording: ContextVar[Callable[[Kernel, tuple[float, ...]], None] | None] = ContextVar(
-    "recording", default=None
-)
-"""Takes each kernel that this thread would run, with its arguments; see `pagedattn.capture`."""
 
 
 @cache

@@ -1,9 +1,9 @@
-"""Recorded kernels as a program that one call runs."""
+"""Recorded kernels as a program, whose segments one C call each runs."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from struct import Struct
 from typing import NamedTuple
@@ -14,13 +14,21 @@ import torch
 from pagedattn.batch import AttentionBatch
 from pagedattn.capture import CaptureError, Inputs
 from pagedattn.cpu_backend import attend_error, write_error
+from pagedattn.cpu_backend.arena import ALIGNMENT, Arena, tensor_in
 from pagedattn.cpu_backend.arguments import ATTEND, WRITE, function
 from pagedattn.cpu_backend.ops import rotary_error
-from pagedattn.cpu_backend.recording import Argument, Recording, compare, fields, per_token
+from pagedattn.cpu_backend.recording import (
+    Argument,
+    HostCall,
+    KernelCall,
+    Place,
+    Recording,
+    TensorKind,
+    compare,
+    fields,
+)
 
 Function = Callable[[Inputs, AttentionBatch], Inputs]
-
-_ALIGNMENT = 64
 
 _OPERATION = np.dtype([("kernel", np.int32), ("arguments", np.int32)])
 """`Operation` of program.c."""
@@ -33,7 +41,7 @@ _PATCH = np.dtype(
 )
 """`Patch` of program.c."""
 
-_PROGRAM = Struct("3P 3q")
+_PROGRAM = Struct("3P 3q 3P")
 """`Program` of program.c."""
 
 _NO_BASE, _ARENA, _FIRST_GIVEN = 0, 1, 2
@@ -69,26 +77,27 @@ class Program:
     ) -> None:
         self.max_tokens = max_tokens
         self._run = run  # keeps the weights whose addresses the program has
-        self._calls = first.calls
-        self._arguments = compare(first, second)
         self._inputs = [_kind(tensor) for tensor in inputs]
         self._outputs = [(tuple(output.shape[1:]), output.dtype) for output in outputs]
-        places = first.places([output.data_ptr() for output in outputs])
-        if any(place.made is None or place.offset for place in places):
-            raise CaptureError("it returns something that it did not make")
-        num_given = len(inputs) + 4
-        returned = {place.made: _FIRST_GIVEN + num_given + number for number, place in enumerate(places)}
-        self._bases = np.zeros(_FIRST_GIVEN + num_given + len(outputs), np.int64)
-        layout = _lay_out(first, second, self._arguments, returned)
-        size = layout.bytes_per_token * max_tokens + _ALIGNMENT
-        self._arena = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._bases[_ARENA] = -(-self._arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._compile(layout.offsets, returned)
+        arguments = compare(first, second)
+        self._returned = _returned(first, outputs)
+        self._arena = Arena(first, second, arguments, self._returned, max_tokens)
+        self._bases = np.zeros(_FIRST_GIVEN + len(inputs) + 4 + len(outputs), np.int64)
+        self._bases[_ARENA] = self._arena.address
+        self._kernels: list[tuple[KernelCall, list[Argument]]] = []
+        self._segments: list[_Segment] = []
+        self._cut(zip(first.calls, arguments, strict=True))
+        self._compile()
 
     @property
     def num_operations(self) -> int:
         """See `pagedattn.capture.Program`."""
-        return len(self._calls)
+        return len(self._kernels)
+
+    @property
+    def num_host_calls(self) -> int:
+        """See `pagedattn.capture.Program`."""
+        return len(self._segments) - 1
 
     @property
     def nbytes(self) -> int:
@@ -111,21 +120,51 @@ class Program:
         self._bases[_FIRST_GIVEN:] = [tensor.data_ptr() for tensor in (*given, *outputs)]
         counts = np.array(_counts(batch), np.int64)
         failed = np.zeros(1, np.int64)
-        error = _octavo_replay()(
-            self._packed, self._bases.ctypes.data, counts.ctypes.data, failed.ctypes.data
-        )
+        calls = _calls()
+        error = calls.begin(self._packed, self._bases.ctypes.data, counts.ctypes.data, failed.ctypes.data)
         if error:
             raise self._error(int(failed[0]), error, given)
+        try:
+            for segment in self._segments:
+                calls.run(self._packed, segment.first, segment.end)
+                if segment.host_call is not None:
+                    tensors = [self._tensor(operand, outputs, tokens) for operand in segment.operands]
+                    segment.host_call.function(*tensors)
+        finally:
+            calls.finish(self._packed)
         return outputs
 
-    def _compile(self, offsets: dict[int, int], returned: dict[int | None, int]) -> None:
+    def _cut(self, calls: Iterable[tuple[KernelCall | HostCall, list[Argument]]]) -> None:
+        """Cut calls into segments, which host calls end."""
+        first = 0
+        for call, arguments in calls:
+            if isinstance(call, KernelCall):
+                self._kernels.append((call, arguments))
+                continue
+            places = [argument.place for argument in arguments]
+            operands = [_Operand(*pair) for pair in zip(places, call.kinds, strict=True)]
+            self._segments.append(_Segment(first, len(self._kernels), call, operands))
+            first = len(self._kernels)
+        self._segments.append(_Segment(first, len(self._kernels), None, []))
+
+    def _tensor(self, operand: _Operand, outputs: Inputs, tokens: int) -> torch.Tensor:
+        """Return this run's tensor of a host call."""
+        place = operand.place
+        assert place is not None and place.made is not None
+        if place.made in self._returned:
+            storage = outputs[self._returned[place.made]].untyped_storage()
+            return tensor_in(storage, place.offset, operand.kind, tokens)
+        return self._arena.tensor(place.made, place.offset, operand.kind, tokens)
+
+    def _compile(self) -> None:
+        """Lay out the arguments of all kernels, and say which of them a run decides."""
         memory, operations, patches = bytearray(), [], []
-        for (kernel, values), arguments in zip(self._calls, self._arguments, strict=True):
-            start = -(-len(memory) // _ALIGNMENT) * _ALIGNMENT
+        for (kernel, values), arguments in self._kernels:
+            start = -(-len(memory) // ALIGNMENT) * ALIGNMENT
             memory += bytes(start - len(memory)) + kernel.arguments.pack(*values)
             operations.append((kernel.number, start))
             for field, argument in zip(fields(kernel.arguments), arguments, strict=True):
-                value = _patch(argument, offsets, returned)
+                value = self._patch(argument)
                 if value is not None:
                     patches.append(
                         (*value[:2], start + field.at, 4 if field.letter == "i" else 8, *value[2:])
@@ -133,24 +172,70 @@ class Program:
         self._memory = np.frombuffer(memory, np.uint8)
         self._operations = np.array(operations, _OPERATION)
         self._patches = np.array(patches, _PATCH)
-        self._packed = _PROGRAM.pack(
-            self._operations.ctypes.data,
-            self._patches.ctypes.data,
-            self._memory.ctypes.data,
-            len(self._operations),
-            len(self._patches),
-            torch.get_num_threads(),
+        self._packed = ctypes.create_string_buffer(
+            _PROGRAM.pack(
+                self._operations.ctypes.data,
+                self._patches.ctypes.data,
+                self._memory.ctypes.data,
+                len(self._operations),
+                len(self._patches),
+                torch.get_num_threads(),
+                0,
+                0,
+                0,
+            )
         )
 
+    def _patch(self, argument: Argument) -> _Patch | None:
+        place = argument.place
+        if place is None:
+            return _Patch(0, int(argument.factor), _NO_BASE, argument.count) if argument.count else None
+        if place.given is not None:
+            return _Patch(place.offset, 0, _FIRST_GIVEN + place.given, 0)
+        if place.made is None:
+            return None
+        if place.made in self._returned:
+            first = len(self._bases) - len(self._outputs)
+            return _Patch(place.offset, 0, first + self._returned[place.made], 0)
+        return _Patch(place.offset, self._arena.offsets[place.made], _ARENA, 1)
+
     def _error(self, index: int, error: int, given: Sequence[torch.Tensor]) -> Exception:
-        kernel, values = self._calls[index]
+        if error < 0:
+            return MemoryError("the program found no memory for its scratch space")
+        (kernel, values), arguments = self._kernels[index]
         if kernel is ATTEND:
             return attend_error(error)
         if kernel is WRITE:
             return write_error(error, given[-1], int(values[9]))
-        place = self._arguments[index][5].place
+        place = arguments[5].place
         assert place is not None and place.given is not None
         return rotary_error(error, given[place.given], int(values[12]))
+
+
+class _Operand(NamedTuple):
+    """A tensor of a host call."""
+
+    place: Place | None
+    kind: TensorKind
+
+
+class _Segment(NamedTuple):
+    """Kernels that one C call runs, by number from `first` to `end`, and the host call after them."""
+
+    first: int
+    end: int
+    host_call: HostCall | None
+    operands: list[_Operand]
+
+
+def _returned(recording: Recording, outputs: Inputs) -> dict[int, int]:
+    """Return by made tensor which of the outputs it is."""
+    returned: dict[int, int] = {}
+    for number, place in enumerate(recording.places([output.data_ptr() for output in outputs])):
+        if place.made is None or place.offset:
+            raise CaptureError("it returns something that it did not make")
+        returned[place.made] = number
+    return returned
 
 
 class _Patch(NamedTuple):
@@ -160,19 +245,6 @@ class _Patch(NamedTuple):
     factor: int
     base: int
     count: int
-
-
-def _patch(argument: Argument, offsets: dict[int, int], returned: dict[int | None, int]) -> _Patch | None:
-    place = argument.place
-    if place is None:
-        return _Patch(0, int(argument.factor), _NO_BASE, argument.count) if argument.count else None
-    if place.given is not None:
-        return _Patch(place.offset, 0, _FIRST_GIVEN + place.given, 0)
-    if place.made is None:
-        return None
-    if place.made in returned:
-        return _Patch(place.offset, 0, returned[place.made], 0)
-    return _Patch(place.offset, offsets[place.made], _ARENA, 1)
 
 
 class _Kind(NamedTuple):
@@ -186,41 +258,6 @@ class _Kind(NamedTuple):
 
 def _kind(tensor: torch.Tensor) -> _Kind:
     return _Kind(tuple(tensor.shape[1:]), tensor.dtype, tensor.is_contiguous())
-
-
-class _Layout(NamedTuple):
-    offsets: dict[int, int]
-    """By made tensor: where it begins in the arena, in bytes per token."""
-    bytes_per_token: int
-
-
-def _lay_out(
-    first: Recording,
-    second: Recording,
-    arguments: Sequence[Sequence[Argument]],
-    returned: dict[int | None, int],
-) -> _Layout:
-    """Give each tensor its place in the arena, the largest first (Pisarchyk & Lee, arXiv:2001.03288).
-
-    No two overlap that are both in use between one's first kernel and its last.
-    """
-    uses: dict[int, list[int]] = {}
-    for index, call in enumerate(arguments):
-        for argument in call:
-            if argument.place is not None and argument.place.made is not None:
-                uses.setdefault(argument.place.made, []).append(index)
-    sizes = {made: -(-per_token(first, second, made) // _ALIGNMENT) * _ALIGNMENT for made in uses}
-    offsets: dict[int, int] = {}
-    for made in sorted(uses.keys() - returned.keys(), key=lambda made: (-sizes[made], made)):
-        begin = 0
-        for other in sorted(offsets, key=offsets.__getitem__):
-            if uses[other][-1] < uses[made][0] or uses[made][-1] < uses[other][0]:
-                continue
-            if offsets[other] - begin >= sizes[made]:
-                break
-            begin = max(begin, offsets[other] + sizes[other])
-        offsets[made] = begin
-    return _Layout(offsets, max((offset + sizes[made] for made, offset in offsets.items()), default=0))
 
 
 def _given(inputs: Inputs, batch: AttentionBatch) -> list[torch.Tensor]:
@@ -241,7 +278,19 @@ def _counts(batch: AttentionBatch) -> list[int]:
     ]
 
 
+class _Calls(NamedTuple):
+    """The functions of program.c."""
+
+    begin: Callable[..., int]
+    run: Callable[..., None]
+    finish: Callable[..., None]
+
+
 @cache
-def _octavo_replay() -> Callable[..., int]:
-    pointer = ctypes.c_void_p
-    return function("octavo_replay", ctypes.c_int64, ctypes.c_char_p, pointer, pointer, pointer)
+def _calls() -> _Calls:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    return _Calls(
+        function("octavo_begin", number, pointer, pointer, pointer, pointer),
+        function("octavo_run_segment", None, pointer, number, number),
+        function("octavo_finish", None, pointer),
+    )

@@ -1,10 +1,10 @@
-"""Record the kernels that a function runs, and resolve the memory that their arguments point into."""
+"""Record the kernels and host calls of a function, and resolve the memory that their arguments point into."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from struct import Struct, calcsize
@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pagedattn.capture import CaptureError
-from pagedattn.cpu_backend.arguments import Kernel, recording
+from pagedattn.capture import CaptureError, HostFunction, recorder
+from pagedattn.cpu_backend.arguments import Kernel
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -44,8 +44,54 @@ class Argument(NamedTuple):
     factor: float
 
 
+class KernelCall(NamedTuple):
+    """A kernel and the values of its arguments."""
+
+    kernel: Kernel
+    values: tuple[float, ...]
+
+    def matches(self, other: KernelCall | HostCall) -> bool:
+        """Whether the other is the same but for its values."""
+        return isinstance(other, KernelCall) and other.kernel == self.kernel
+
+    @property
+    def addresses(self) -> list[int]:
+        """Values of the arguments that are pointers."""
+        found = zip(fields(self.kernel.arguments), self.values, strict=True)
+        return [int(value) for field, value in found if field.letter == "P"]
+
+
+class HostCall(NamedTuple):
+    """A function and the tensors [tokens, …] that it is called with."""
+
+    function: HostFunction
+    tensors: tuple[torch.Tensor, ...]
+
+    def matches(self, other: KernelCall | HostCall) -> bool:
+        """Whether the other has tensors of the same kind."""
+        return isinstance(other, HostCall) and self.kinds == other.kinds
+
+    @property
+    def kinds(self) -> list[TensorKind]:
+        """Of each tensor what all runs have in common."""
+        return [TensorKind(tensor.dtype, tuple(tensor.shape[1:]), tensor.stride()) for tensor in self.tensors]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the tensors begin."""
+        return [tensor.data_ptr() for tensor in self.tensors]
+
+
+class TensorKind(NamedTuple):
+    """Type and layout of a tensor [tokens, *shape]."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class Recording(TorchDispatchMode):
-    """Records the kernels that a function runs, and the tensors that it makes for them.
+    """Records the kernels and host calls of a function, and the tensors that it makes for them.
 
     Views are free: they are pointers and strides among the arguments of kernels.
     """
@@ -53,7 +99,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, given: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """`given` are the tensors that another run has others for, `counts` the numbers that differ."""
         super().__init__()
-        self.calls: list[tuple[Kernel, tuple[float, ...]]] = []
+        self.calls: list[KernelCall | HostCall] = []
         self.made: list[torch.Tensor] = []
         self.counts = counts
         self._given = given
@@ -72,12 +118,30 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def running(self) -> Generator[None]:
         """Record what this thread runs."""
-        token = recording.set(lambda kernel, values: self.calls.append((kernel, values)))
+        token = recorder.set(self)
         try:
             with self:
                 yield
         finally:
-            recording.reset(token)
+            recorder.reset(token)
+
+    def record_kernel(self, kernel: Kernel, values: tuple[float, ...]) -> None:
+        """Take a kernel that has run."""
+        self.calls.append(KernelCall(kernel, values))
+
+    def record_host_call(self, function: HostFunction, tensors: Sequence[torch.Tensor]) -> None:
+        """Take a host call in the place of calling the function.
+
+        Raises CaptureError for tensors that are not [tokens, …] of what was made on the way.
+        """
+        call = HostCall(function, tuple(tensors))
+        for tensor, place in zip(tensors, self.places(call.addresses), strict=True):
+            if place.made is None or not tensor.ndim or len(tensor) != self.counts[1]:
+                raise CaptureError(
+                    f"a host call takes tensors [{self.counts[1]} tokens, …] that were made on the way, "
+                    f"not {list(tensor.shape)} {'from elsewhere' if place.made is None else ''}".rstrip()
+                )
+        self.calls.append(call)
 
     def places(self, addresses: Sequence[int]) -> list[Place]:
         """Return where addresses lie."""
@@ -100,37 +164,43 @@ class Recording(TorchDispatchMode):
 def compare(first: Recording, second: Recording) -> list[list[Argument]]:
     """Return the arguments of each call, as two recordings with different counts tell them.
 
+    Of a host call they are the places of its tensors.
+
     Raises:
         CaptureError: the recordings differ in more than their counts.
     """
-    if [kernel for kernel, _ in first.calls] != [kernel for kernel, _ in second.calls]:
+    calls = list(zip(first.calls, second.calls))
+    if len(first.calls) != len(second.calls) or not all(one.matches(other) for one, other in calls):
         raise CaptureError("it runs other kernels for another number of tokens")
     places = [
-        iter(
-            recording.places(
-                [
-                    int(value)
-                    for kernel, values in recording.calls
-                    for field, value in zip(fields(kernel.arguments), values, strict=True)
-                    if field.letter == "P"
-                ]
-            )
-        )
+        iter(recording.places([address for call in recording.calls for address in call.addresses]))
         for recording in (first, second)
     ]
-    found = []
-    for (kernel, one), (_, other) in zip(first.calls, second.calls, strict=True):
-        arguments = []
-        for field, left, right in zip(fields(kernel.arguments), one, other, strict=True):
-            if field.letter == "P":
-                place, same = (next(side) for side in places)
-                if place != same:
-                    raise CaptureError("a kernel's argument moves with the number of tokens")
-                arguments.append(Argument(place, 0, 0))
-            else:
-                arguments.append(_multiple(left, right, first.counts, second.counts))
-        found.append(arguments)
-    return found
+    return [_arguments(one, other, places, first.counts, second.counts) for one, other in calls]
+
+
+def _arguments(
+    one: KernelCall | HostCall,
+    other: KernelCall | HostCall,
+    places: Sequence[Iterator[Place]],
+    first: Sequence[int],
+    second: Sequence[int],
+) -> list[Argument]:
+    """Return the arguments of two calls that match; their `places` come next."""
+    if not isinstance(one, KernelCall) or not isinstance(other, KernelCall):
+        return [_place(places) for _ in one.addresses]
+    values = zip(fields(one.kernel.arguments), one.values, other.values, strict=True)
+    return [
+        _place(places) if field.letter == "P" else _multiple(left, right, first, second)
+        for field, left, right in values
+    ]
+
+
+def _place(places: Sequence[Iterator[Place]]) -> Argument:
+    place, same = (next(side) for side in places)
+    if place != same:
+        raise CaptureError("a kernel's argument moves with the number of tokens")
+    return Argument(place, 0, 0)
 
 
 def per_token(first: Recording, second: Recording, made: int) -> int:

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from collectives import ColumnParallelLinear, Communicator, RowParallelLinear, attention_shards
 from enginecore.worker.models.norms import RMSNorm
+from enginecore.worker.models.parallel import all_reduce_of
 from enginecore.worker.models.rope import Rotation
 from enginecore.worker.models.spec import DecoderSpec
 from pagedattn import AttentionBatch, attend, rotary, write_kv
@@ -35,6 +36,7 @@ class Attention(nn.Module):
             cuts=[held.query.scaled(spec.head_dim) for held in shards],
             bias=spec.o_bias,
             comm=comm,
+            reduce=all_reduce_of(comm),
         )
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None

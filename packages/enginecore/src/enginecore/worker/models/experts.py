@@ -12,7 +12,7 @@ from enginecore.worker.models.feed_forward import activation
 from enginecore.worker.models.norms import copy_checked
 from enginecore.worker.models.parallel import ModelParallel
 from enginecore.worker.models.spec import DecoderSpec, ExpertSpec
-from pagedattn import grouped_matmul
+from pagedattn import grouped_matmul, host_call
 
 
 class Router(nn.Module):
@@ -106,6 +106,14 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [tokens, hidden], the same on all tensor-parallel ranks, put through its experts."""
+        out = torch.empty_like(x)
+        host_call(self._write, x, out)
+        return out
+
+    def _write(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(self._exchange(x))
+
+    def _exchange(self, x: Tensor) -> Tensor:
         if not self._spread:
             return self._tp.all_reduce(self._dispatch(x))
         # Every rank has all tokens of its replica: each takes some to their experts, none takes one twice.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from collectives import ColumnParallelLinear, Communicator, RowParallelLinear
 from enginecore.errors import ModelError
+from enginecore.worker.models.parallel import all_reduce_of
 from enginecore.worker.models.spec import Activation, DecoderSpec
 from pagedattn import activation as plain_activation
 from pagedattn import gelu_and_mul, silu_and_mul
@@ -40,7 +41,9 @@ class FeedForward(nn.Module):
         parts = [inner, inner] if spec.gated else [inner]
         self.up = ColumnParallelLinear(spec.hidden_size, parts, bias=spec.mlp_bias, comm=comm)
         """The gate's projection, if there is one, then that to be gated."""
-        self.down = RowParallelLinear(inner, spec.hidden_size, bias=spec.mlp_bias, comm=comm)
+        self.down = RowParallelLinear(
+            inner, spec.hidden_size, bias=spec.mlp_bias, comm=comm, reduce=all_reduce_of(comm)
+        )
         self.activation = activation(spec)
 
     @property

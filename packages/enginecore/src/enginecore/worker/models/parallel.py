@@ -1,10 +1,15 @@
 """Parallelism of a model: its tensor- and expert-parallel ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
 
 from collectives import Communicator, ExpertPlacement, load_placements
 from enginecore.errors import ConfigError
 from enginecore.worker.models.spec import DecoderSpec
+from pagedattn import host_call
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class ModelParallel:
         if len(self.placements) == 1:
             return self.placements[0]
         return self.placements[sorted(spec.experts.layers).index(layer)]
+
+
+def all_reduce_of(comm: Communicator) -> Callable[[Tensor], object]:
+    """Return `comm.all_reduce` as an operation that a program of the layers may have."""
+    return comm.all_reduce if comm.size == 1 else partial(host_call, comm.all_reduce)
 
 
 def expert_placements(spec: DecoderSpec, ranks: int, file: str | None) -> tuple[ExpertPlacement, ...]:

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 def layer_program(model: Decoder, cache: Tensor, dtype: torch.dtype, max_tokens: int) -> Program | None:
     """Return a program that does what `model.run_layers` does with `cache` in steps of up to `max_tokens`.
 
-    None, with a line in the log, where layers have operations that cannot be recorded, or exchange results
-    with other ranks. `dtype` is that of hidden states.
+    None, with a line in the log, where they cannot be recorded, as on devices. `dtype` is that of hidden
+    states.
     """
 
     def example(tokens: int) -> tuple[Tensor, ...]:
@@ -25,8 +25,6 @@ def layer_program(model: Decoder, cache: Tensor, dtype: torch.dtype, max_tokens:
         return model.layer_inputs(positions if model.first else hidden, positions)
 
     try:
-        if model.is_sharded:
-            raise CaptureError("ranks exchange results in each layer")
         program = capture(
             lambda inputs, batch: model.run_layers(inputs, cache, batch),
             example,
@@ -37,8 +35,9 @@ def layer_program(model: Decoder, cache: Tensor, dtype: torch.dtype, max_tokens:
         logger.info("the model runs operation by operation: %s", error)
         return None
     logger.info(
-        "the layers are one program of %d operations, with %.0f MiB for what lies between them",
+        "the layers are one program: %d operations in %d segments, %.0f MiB for results between them",
         program.num_operations,
+        program.num_host_calls + 1,
         program.nbytes / 2**20,
     )
     return program

@@ -132,6 +132,8 @@ typedef struct {
     const Patch *patches;
     char *arguments;
     int64_t num_operations, num_patches, threads;
+    Scratch scratch;    /* from octavo_begin to octavo_finish, as what follows */
+    Progress *progress; /* [operations, MOST_STAGES] */
 } Program;
 
 static void patch(const Program *program, const int64_t *bases, const int64_t *counts) {
@@ -147,40 +149,50 @@ static void patch(const Program *program, const int64_t *bases, const int64_t *c
     }
 }
 
-static void run_all(const Program *program, Progress *progress, int64_t threads, int64_t thread) {
-    for (int64_t i = 0; i < program->num_operations; i++) {
+/* Operations `first` to `end`, as thread `thread` of so many. */
+static void run_some(const Program *program, int64_t first, int64_t end, int64_t threads, int64_t thread) {
+    for (int64_t i = first; i < end; i++) {
         const Operation *operation = program->operations + i;
         const Kernel *kernel = KERNELS[operation->kernel];
         const void *call = program->arguments + operation->arguments;
         if (threads == 1)
             run_by_one(kernel, call);
         else
-            run_by_many(kernel, call, progress + MOST_STAGES * i, threads, thread);
+            run_by_many(kernel, call, program->progress + MOST_STAGES * i, threads, thread);
     }
 }
 
-/* Runs all operations, or none: then it returns why, and `failed` is the operation that cannot run. */
-int64_t octavo_replay(const Program *program, const int64_t *bases, const int64_t *counts, int64_t *failed) {
-    Scratch scratch = {0};
+/* Prepares all operations; returns PREPARED, or why one cannot run: then `failed` is its number, and nothing has begun.
+ */
+int64_t octavo_begin(Program *program, const int64_t *bases, const int64_t *counts, int64_t *failed) {
     int64_t error = PREPARED;
+    program->scratch = (Scratch){0};
     patch(program, bases, counts);
     for (*failed = 0; *failed < program->num_operations; ++*failed) {
         const Operation *operation = program->operations + *failed;
-        error = prepare(KERNELS[operation->kernel], program->arguments + operation->arguments, &scratch);
+        error = prepare(KERNELS[operation->kernel], program->arguments + operation->arguments, &program->scratch);
         if (error != PREPARED) break;
     }
     size_t bytes = MOST_STAGES * sizeof(Progress) * program->num_operations;
-    Progress *progress = error == PREPARED ? take(&scratch, bytes) : NULL;
-    if (error == PREPARED && !progress) error = NO_MEMORY;
-    if (error == PREPARED) {
-        memset(progress, 0, bytes);
-        if (program->threads > 1) {
-#pragma omp parallel num_threads(program->threads)
-            run_all(program, progress, team_size(), team_rank());
-        } else {
-            run_all(program, progress, 1, 0);
-        }
-    }
-    give_back(&scratch);
+    program->progress = error == PREPARED ? take(&program->scratch, bytes) : NULL;
+    if (error == PREPARED && !program->progress) error = NO_MEMORY;
+    if (error == PREPARED)
+        memset(program->progress, 0, bytes);
+    else
+        give_back(&program->scratch);
     return error;
 }
+
+/* Runs operations `first` to `end` of what has begun; those before them have run. */
+void octavo_run_segment(const Program *program, int64_t first, int64_t end) {
+    if (first == end) return;
+    if (program->threads > 1) {
+#pragma omp parallel num_threads(program->threads)
+        run_some(program, first, end, team_size(), team_rank());
+    } else {
+        run_some(program, first, end, 1, 0);
+    }
+}
+
+/* Ends what has begun, whether all of it has run or not. */
+void octavo_finish(Program *program) { give_back(&program->scratch); }
