@@ -114,8 +114,8 @@ def test_the_same_tokens_of_a_mixture_of_experts(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("config", "options", "segments"),
     [
-        (llama_config(), {}, 5),  # two exchanges in each of two layers
-        pytest.param(mixtral_config(), {"enable_expert_parallel": True}, 5, marks=pytest.mark.slow),
+        (llama_config(), {}, 6),  # an exchange after the embedding, and two in each of two layers
+        pytest.param(mixtral_config(), {"enable_expert_parallel": True}, 6, marks=pytest.mark.slow),
     ],
     ids=["tensor parallel", "experts on two ranks"],
 )

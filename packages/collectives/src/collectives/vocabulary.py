@@ -37,6 +37,11 @@ class VocabParallelEmbedding(ParallelLayer):
         self._cut = padded_shard(num_embeddings, comm.size, comm.rank)
         self.weight = self._empty(-(-num_embeddings // comm.size), dim, dtype=dtype, device=device)
 
+    @property
+    def start(self) -> int:
+        """The id of this rank's first row."""
+        return self._cut.start
+
     def load_weight(self, tensor: Tensor) -> None:
         """Take this rank's rows of the full table [num_embeddings, dim]."""
         self._load_shard("weight", self.weight, tensor, (self.num_embeddings, self.dim), self._cut)

@@ -86,6 +86,17 @@ class Backend(Protocol):
 
     def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor: ...
 
+    def embedding(
+        self,
+        ids: torch.Tensor,
+        table: PackedWeight,
+        dtype: torch.dtype,
+        scale: float,
+        first: int | None,
+        positions: torch.Tensor | None,
+        position_table: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None: ...
 
     def grouped_matmul(self, x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor: ...

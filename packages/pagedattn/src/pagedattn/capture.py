@@ -70,7 +70,7 @@ def capture(
     `run` takes contiguous tensors `[tokens, …]` and returns new ones. It may call this package's `embedding`,
     `linear`, norms, `rotary`, `write_kv`, `attend`, activations and `host_call`, and take views; any other
     operation of torch is an error, since a run of the program would leave it out. `example(tokens)` makes
-    inputs. `run` is called with two of them and batches of `block_size`, without a kernel being run; from what
+    inputs. `run` is called with two of them and batches of `block_size`, but no kernel runs; from what
     differs the program knows what to set anew in each run.
 
     Raises CaptureError where `run` cannot be recorded, or the back end has no programs.

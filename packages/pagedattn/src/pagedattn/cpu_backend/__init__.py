@@ -7,6 +7,7 @@ import torch
 from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
 from pagedattn.cpu_backend.arguments import ATTEND, TYPES, WRITE, address, dense, float32, launch
+from pagedattn.cpu_backend.embedding import embedding
 from pagedattn.cpu_backend.linear import linear, linear_panel
 from pagedattn.cpu_backend.ops import activation, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
 from pagedattn.cpu_backend.sampling import top_k_top_p_sample
@@ -16,6 +17,7 @@ __all__ = [
     "activation",
     "attend",
     "copy_blocks",
+    "embedding",
     "gelu_and_mul",
     "grouped_matmul",
     "layer_norm",

@@ -49,6 +49,9 @@ ATTEND = Kernel(5, Struct("10P 7q 13i 2f"))
 LINEAR = Kernel(6, Struct("7P 6q 4i"))
 """`LinearCall` of linear.c."""
 
+EMBEDDING = Kernel(7, Struct("5P 5q 6i f"))
+"""`EmbeddingCall` of embedding.c."""
+
 SAMPLE = Struct("8P 3q 2i")
 """`SampleCall` of sample.c."""
 

@@ -15,7 +15,8 @@ from pagedattn.batch import AttentionBatch
 from pagedattn.capture import CaptureError, Inputs
 from pagedattn.cpu_backend import attend_error, write_error
 from pagedattn.cpu_backend.arena import ALIGNMENT, Arena, tensor_in
-from pagedattn.cpu_backend.arguments import ATTEND, WRITE, function
+from pagedattn.cpu_backend.arguments import ATTEND, EMBEDDING, WRITE, function
+from pagedattn.cpu_backend.embedding import embedding_error
 from pagedattn.cpu_backend.ops import rotary_error
 from pagedattn.cpu_backend.recording import (
     Argument,
@@ -207,6 +208,8 @@ class Program:
             return attend_error(error)
         if kernel is WRITE:
             return write_error(error, given[-1], int(values[9]))
+        if kernel is EMBEDDING:
+            return embedding_error(error, int(values[8]), int(values[9]))
         place = arguments[5].place
         assert place is not None and place.given is not None
         return rotary_error(error, given[place.given], int(values[12]))

@@ -10,6 +10,7 @@ from pagedattn.layout import FP8
 from pagedattn.torch_backend.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
+from pagedattn.torch_backend.embedding import embedding
 from pagedattn.torch_backend.grouped import grouped_matmul
 from pagedattn.torch_backend.linear import linear, linear_panel
 from pagedattn.torch_backend.norm import layer_norm, rms_norm
@@ -21,6 +22,7 @@ __all__ = [
     "activation",
     "attend",
     "copy_blocks",
+    "embedding",
     "gelu_and_mul",
     "grouped_matmul",
     "layer_norm",

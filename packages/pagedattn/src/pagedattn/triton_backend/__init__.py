@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagedattn.torch_backend.activation import activation
+from pagedattn.torch_backend.embedding import embedding
 from pagedattn.torch_backend.linear import linear
 from pagedattn.torch_backend.norm import layer_norm
 from pagedattn.triton_backend.activation import gelu_and_mul, silu_and_mul
@@ -18,6 +19,7 @@ __all__ = [
     "activation",
     "attend",
     "copy_blocks",
+    "embedding",
     "gelu_and_mul",
     "grouped_matmul",
     "layer_norm",

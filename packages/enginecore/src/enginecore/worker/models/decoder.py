@@ -94,18 +94,19 @@ class Decoder(nn.Module):
     def layer_inputs(
         self, inputs: Tensor, positions: Tensor, rotation_lengths: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return what `run_layers` takes, all [tokens, …]: hidden states, positions, rows of rotations."""
-        x = inputs if self.embed is None else self.embed(inputs, positions)
-        return x, positions, *self.rotary.dynamic_rows(positions, rotation_lengths)
+        """Return what `run_layers` takes, all [tokens, …]: `inputs`, positions, rows of rotations."""
+        return inputs, positions, *self.rotary.dynamic_rows(positions, rotation_lengths)
 
     def run_layers(
         self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch
     ) -> tuple[Tensor, ...]:
-        """Run this stage's layers; return what `hidden` takes.
+        """Run this stage's embedding, if it is the first, and its layers; return what `hidden` takes.
 
         It is free of operations that `pagedattn.capture` cannot record.
         """
         x, positions, *dynamic_rows = inputs
+        if self.embed is not None:
+            x = self.embed(x, positions)
         residual: Tensor | None = None
         rotations = self.rotary(positions, dynamic_rows)
         for layer, rotation, layer_cache in zip(self._order, rotations, cache.unbind(0), strict=True):

@@ -6,7 +6,9 @@ from torch.nn import functional as F
 
 from collectives import Communicator, VocabParallelEmbedding
 from enginecore.worker.models.norms import copy_checked
+from enginecore.worker.models.parallel import all_reduce_of
 from enginecore.worker.models.spec import DecoderSpec
+from pagedattn import PackedWeight, embedding
 
 
 class PositionEmbedding(nn.Module):
@@ -35,11 +37,32 @@ class Embedding(nn.Module):
             PositionEmbedding(spec.max_position, spec.hidden_size) if spec.learned_positions else None
         )
         # Gemma was trained with the factor rounded to the type of its weights.
-        rounded = torch.tensor(spec.hidden_size**0.5, dtype=self.tokens.weight.dtype, device="cpu")
+        self._dtype = self.tokens.weight.dtype
+        rounded = torch.tensor(spec.hidden_size**0.5, dtype=self._dtype, device="cpu")
         self.scale = rounded.item() if spec.scale_embeddings else None
+        self._comm = comm
+        self._reduce = all_reduce_of(comm)
+        self._table: PackedWeight | Tensor | None = None
+
+    def look_up_in(self, table: PackedWeight | Tensor) -> None:
+        """Look tokens up in `table`, this rank's part of the weight, by pagedattn's kernel from now on."""
+        self._table = table
+        self.tokens.weight = nn.Parameter(self.tokens.weight.new_empty(0), requires_grad=False)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return hidden states [tokens, hidden] of ids and positions int64 [tokens]."""
+        if self._table is not None:
+            x = embedding(
+                ids,
+                self._table,
+                self._dtype,
+                scale=1.0 if self.scale is None else self.scale,
+                first=None if self._comm.size == 1 else self.tokens.start,
+                positions=None if self.positions is None else positions,
+                position_table=None if self.positions is None else self.positions.weight,
+            )
+            self._reduce(x)
+            return x
         x = self.tokens(ids)
         if self.scale is not None:
             x = x * self.scale

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from batchsched import AdmittedRow
 from enginecore.executor.step import SampledTokens
-from enginecore.worker.sampling.upload import upload_integers
+from enginecore.worker.upload import upload_integers
 from kvblocks import TableChanges
 
 

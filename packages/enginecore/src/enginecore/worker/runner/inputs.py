@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from enginecore.worker.upload import upload_integers
 from pagedattn import AttentionBatch, find_shared_prefix
 
 
@@ -40,8 +40,7 @@ def build_inputs(
     """Return the inputs for running `counts` tokens of each of `rows` from position `starts` on.
 
     `tokens` is int32 [max_rows, max_len] and `block_tables` int32 [max_rows, max_blocks], both on the
-    model's device; `host_tables` holds the same block tables. Host arrays go to the device in one copy, and
-    nothing is read back.
+    model's device; `host_tables` holds the same block tables. Nothing is read back from the device.
     """
     # Where all rows of a range decode, as in most steps, their block tables need not be gathered.
     order = np.lexsort((rows, counts > 1))
@@ -51,30 +50,26 @@ def build_inputs(
     total = int(query_starts[-1])
     lengths = starts + counts
     token_rows = np.repeat(rows, counts)
-    positions = np.arange(total, dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+    positions = np.arange(total) + np.repeat(starts - query_starts[:-1], counts)
+    slots = host_tables[token_rows, positions // block_size] * block_size + positions % block_size
 
     device = tokens.device
-    host = np.concatenate([rows, lengths, query_starts, token_rows, positions]).astype(np.int32, copy=False)
-    packed = torch.from_numpy(host).to(device, non_blocking=True)
-    n = len(rows)
-    d_rows, d_lengths, d_starts, d_token_rows, d_positions = packed.split([n, n, n + 1, total, total])
-    flat_positions = d_positions.long()
-    ids = tokens[d_token_rows, flat_positions].long()
-    blocks = block_tables[d_token_rows, flat_positions // block_size].long()
-    slots = blocks * block_size + flat_positions % block_size
+    d_rows, d_lengths, d_starts = upload_integers([rows, lengths, query_starts], device, np.int32)
+    d_token_rows, d_positions, d_slots = upload_integers([token_rows, positions, slots], device)
     max_length = int(lengths.max())
     used_blocks = -(-max_length // block_size)
     batch = AttentionBatch(
         query_starts=d_starts,
         lengths=d_lengths,
         block_table=_table(block_tables, rows, d_rows, used_blocks),
-        slots=slots,
+        slots=d_slots,
         max_query=int(counts.max()),
         max_length=max_length,
         num_decodes=int((counts == 1).sum()),
         shared_prefix=_shared_prefix(rows, counts, lengths, host_tables, block_size),
     )
-    return ModelInputs(order, ids, flat_positions, batch, d_rows, query_starts[1:] - 1, query_starts)
+    ids = tokens[d_token_rows, d_positions].long()
+    return ModelInputs(order, ids, d_positions, batch, d_rows, query_starts[1:] - 1, query_starts)
 
 
 def _table(tables: Tensor, rows: np.ndarray, device_rows: Tensor, width: int) -> Tensor:

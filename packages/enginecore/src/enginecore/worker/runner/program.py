@@ -22,7 +22,7 @@ def layer_program(model: Decoder, cache: Tensor, dtype: torch.dtype, max_tokens:
     def example(tokens: int) -> tuple[Tensor, ...]:
         positions = torch.zeros(tokens, dtype=torch.int64, device=cache.device)
         hidden = torch.zeros(tokens, model.spec.hidden_size, dtype=dtype, device=cache.device)
-        return model.layer_inputs(positions if model.first else hidden, positions)
+        return model.layer_inputs(torch.zeros_like(positions) if model.first else hidden, positions)
 
     try:
         program = capture(

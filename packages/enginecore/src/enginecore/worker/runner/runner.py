@@ -12,7 +12,7 @@ from enginecore.worker.runner.inputs import ModelInputs, build_inputs
 from enginecore.worker.sampling.logprobs import LogprobColumns, merged
 from enginecore.worker.sampling.sampler import SamplingRows, sample
 from enginecore.worker.sampling.state import SamplingState
-from enginecore.worker.sampling.upload import upload_integers
+from enginecore.worker.upload import upload_integers
 from kvblocks import BlockCopies, CopyList
 from pagedattn import Program, copy_blocks
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from enginecore.worker.sampling.constraints import ConstraintColumns
 from enginecore.worker.sampling.penalties import PenaltyColumns
-from enginecore.worker.sampling.upload import upload_floats, upload_integers
+from enginecore.worker.upload import upload_floats, upload_integers
 
 if TYPE_CHECKING:
     from enginecore.worker.sampling.state import SamplingState

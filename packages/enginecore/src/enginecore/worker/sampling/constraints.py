@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from enginecore.messages import RowSampling
-from enginecore.worker.sampling.upload import upload_floats, upload_integers
+from enginecore.worker.upload import upload_floats, upload_integers
 
 ALWAYS = 2**31 - 1
 """More tokens than a request generates."""

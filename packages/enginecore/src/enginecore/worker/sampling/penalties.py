@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from enginecore.worker.sampling.upload import upload_floats, upload_integers
+from enginecore.worker.upload import upload_floats, upload_integers
 
 HELD = 1 << 20
 """Most held tokens that are worked on at once, or those of one row: some 64 MiB."""

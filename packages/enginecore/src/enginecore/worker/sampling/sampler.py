@@ -13,7 +13,7 @@ from enginecore.worker.sampling.columns import Part, SamplingColumns
 from enginecore.worker.sampling.logprobs import LogprobColumns
 from enginecore.worker.sampling.penalties import HELD
 from enginecore.worker.sampling.state import SamplingState
-from enginecore.worker.sampling.upload import upload_integers
+from enginecore.worker.upload import upload_integers
 from pagedattn import top_k_top_p_sample
 
 

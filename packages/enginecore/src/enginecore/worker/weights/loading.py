@@ -56,6 +56,8 @@ def load_decoder(
     for layer in model.modules():
         if isinstance(layer, ParallelLinear):
             packer.pack(layer)  # a head that is tied to the embedding
+    if model.embed is not None:
+        packer.pack_embedding(model.embed, model.head)
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from collectives import ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
 from enginecore.worker.models.decoder import Decoder
+from enginecore.worker.models.embedding import Embedding
 from enginecore.worker.models.experts import SparseFeedForward
 from pagedattn import Quantization, backend_name, linear, pack_linear
 
@@ -100,6 +101,19 @@ class Packer:
         self._awaited[layer] -= 1
         if not self._awaited[layer]:
             self.pack(layer)
+
+    def pack_embedding(self, embed: Embedding, head: ParallelLMHead | None) -> None:
+        """Keep one copy of a loaded embedding: the packed weight of a head tied to it, if that will do."""
+        if self._kind is not PackedLinear:
+            return
+        weight = embed.tokens.weight
+        if head is not None and head.tied:
+            packed = head.matmul
+            head.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            if isinstance(packed, PackedLinear) and packed.weight.quantization is None:
+                embed.look_up_in(packed.weight)
+                return
+        embed.look_up_in(weight.to(_narrowest_dtype(weight, None)))
 
     def pack(self, layer: ParallelLinear) -> None:
         """Pack a layer whose weight is loaded, unless it is packed already."""

@@ -1,4 +1,4 @@
-"""Host columns to a device in one copy."""
+"""Host columns to a device, in one copy where there is a way to go."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,11 @@ _ALIGNED = 4
 that are not multiples of 16 bytes."""
 
 
-def upload_integers(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return int columns [k] of any lengths as int64 on the device."""
-    return _upload(columns, np.int64, device)
+def upload_integers(
+    columns: Sequence[np.ndarray], device: torch.device, dtype: type[np.integer] = np.int64
+) -> list[Tensor]:
+    """Return int columns [k] of any lengths as `dtype` on the device."""
+    return _upload(columns, dtype, device)
 
 
 def upload_floats(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -22,6 +24,8 @@ def upload_floats(columns: Sequence[np.ndarray], device: torch.device) -> list[T
 
 
 def _upload(columns: Sequence[np.ndarray], dtype: type, device: torch.device) -> list[Tensor]:
+    if device.type == "cpu":
+        return [torch.from_numpy(np.array(column, dtype)) for column in columns]
     starts = np.cumsum([0, *(-(-len(column) // _ALIGNED) * _ALIGNED for column in columns)]).tolist()
     joined = np.zeros(starts[-1], dtype)
     for start, column in zip(starts, columns):

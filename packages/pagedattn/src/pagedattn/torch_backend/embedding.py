@@ -1,0 +1,27 @@
+"""Token embeddings in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedattn.packed import PackedWeight
+
+
+def embedding(
+    ids: torch.Tensor,
+    table: PackedWeight,
+    dtype: torch.dtype,
+    scale: float,
+    first: int | None,
+    positions: torch.Tensor | None,
+    position_table: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `pagedattn.embedding`."""
+    elsewhere = None
+    if first is not None:
+        elsewhere = (ids < first) | (ids >= first + table.outputs)
+        ids = (ids - first).masked_fill(elsewhere, 0)
+    x = (table.rows(ids).to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+    if positions is not None and position_table is not None:
+        x = (x + position_table[positions]).to(dtype)
+    return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(-1), 0)
