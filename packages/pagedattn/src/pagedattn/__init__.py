@@ -6,6 +6,7 @@ from pagedattn.backends import BackendUnavailable, backend_name
 from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
 from pagedattn.capture import CaptureError, Program, capture
 from pagedattn.copies import copy_blocks
+from pagedattn.cuda_graphs import estimate_graph_bytes
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
 from pagedattn.linear import linear, pack_linear
@@ -30,6 +31,7 @@ __all__ = [
     "build_batch",
     "capture",
     "copy_blocks",
+    "estimate_graph_bytes",
     "find_shared_prefix",
     "gelu_and_mul",
     "grouped_matmul",
