@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pytest import MonkeyPatch
-from triton.runtime.interpreter import GridExecutor
 
 import graph_stand_ins
 from pagedattn import (
@@ -39,11 +38,11 @@ COLUMNS = -(-MAX_LENGTH // BLOCK_SIZE)
 class Layers:
     """Two layers, the first with a sliding window, over a float32 or float8 cache of their own."""
 
-    def __init__(self, cache_dtype):
+    def __init__(self, cache_dtype, device="cpu"):
         random = torch.Generator().manual_seed(0)
 
         def weight(*shape):
-            return torch.randn(shape, generator=random) / 4
+            return (torch.randn(shape, generator=random) / 4).to(device)
 
         self.qkv = pack_linear(weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN))
         self.o = pack_linear(weight(HIDDEN, HEADS * DIM))
@@ -52,7 +51,7 @@ class Layers:
         self.table = weight(64, DIM)
         self.sinks = weight(HEADS)
         shape = (2, BLOCKS, 2, KV_HEADS, BLOCK_SIZE, DIM)
-        self.cache = torch.zeros(shape).to(cache_dtype)
+        self.cache = torch.zeros(shape, device=device).to(cache_dtype)
         self.calls = 0
 
     def __call__(self, inputs, batch):
@@ -80,18 +79,20 @@ def example(tokens):
     return torch.zeros(tokens, HIDDEN), torch.zeros(tokens, dtype=torch.int64)
 
 
-def step(counts, before, seed, max_length=None):
+def step(counts, before, seed, max_length=None, device="cpu"):
     """`max_length` is a bound on lengths, by default exact."""
     rng = np.random.default_rng(seed)
     lengths = [count + old for count, old in zip(counts, before, strict=True)]
     order = rng.permutation(BLOCKS).tolist()
     tables = [[order.pop() for _ in range(-(-length // BLOCK_SIZE))] + [-1] * COLUMNS for length in lengths]
-    batch = build_batch(counts, lengths, [table[:COLUMNS] for table in tables], block_size=BLOCK_SIZE)
+    batch = build_batch(
+        counts, lengths, [table[:COLUMNS] for table in tables], block_size=BLOCK_SIZE, device=device
+    )
     ranges = [np.arange(end - count, end) for count, end in zip(counts, lengths, strict=True)]
     x = rng.standard_normal((sum(counts), HIDDEN)).astype(np.float32)
     if max_length is not None:
         batch = replace(batch, max_length=max_length)
-    return (torch.from_numpy(x), torch.from_numpy(np.concatenate(ranges))), batch
+    return (torch.from_numpy(x).to(device), torch.from_numpy(np.concatenate(ranges)).to(device)), batch
 
 
 STEPS = {
@@ -108,6 +109,8 @@ STEPS = {
 
 def write_down_launches(patch):
     """Have a stand-in's tape take the launches of Triton's kernels."""
+    from triton.runtime.interpreter import GridExecutor
+
     launch = GridExecutor.__call__
 
     def launch_on_tape(executor, *args, **kwargs):
