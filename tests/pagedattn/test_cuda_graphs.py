@@ -121,12 +121,13 @@ def test_steps_give_what_the_function_gives(program):
     assert layer.called_with == [9, 10], "only the steps with prompts call the function"
 
 
-def test_rows_that_are_left_over_store_nothing(program):
+def test_rows_that_are_left_over_store_and_read_nothing(program):
     program, layer = program
     program(*decodes(3, 4, 5, 6, seed=1))
     layer.cache.zero_()
     program(*decodes(9, 10, 11, seed=2))
     assert int(layer.cache[:-1].any(dim=1).sum()) == 3
+    assert program._buffers.batch(Shape(8, 4)).lengths.tolist() == [10, 11, 12, 0]
 
 
 def test_results_stay_as_they_are_when_it_runs_again(program):

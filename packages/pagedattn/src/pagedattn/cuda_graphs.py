@@ -142,9 +142,7 @@ class GraphProgram:
     def _shape(self, batch: AttentionBatch) -> Shape | None:
         """Return the smallest shape that has room for `batch`; None where there is none."""
         seqs = batch.num_seqs
-        if batch.num_decodes != seqs or batch.num_tokens != seqs:
-            return None
-        if (seqs - 1) * batch.shared_prefix >= SHARED_POSITIONS:
+        if batch.num_decodes != seqs or (seqs - 1) * batch.shared_prefix >= SHARED_POSITIONS:
             return None
         return next(
             (shape for shape in self._shapes if seqs <= shape.seqs and batch.max_length <= shape.length), None
