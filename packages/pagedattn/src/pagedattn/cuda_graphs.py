@@ -75,7 +75,7 @@ class GraphProgram:
     """A `pagedattn.capture.Program` whose decode steps replay a graph; other steps call the function.
 
     Call it on one stream: there the fixed tensors that graphs read are filled, and their results are copied.
-    In a graph each sequence has one query and a block table of full width; rows of length 0 fill it up.
+    In a graph each sequence has one query and a block table of full width, and rows of length 0 are padding.
     """
 
     def __init__(
