@@ -10,7 +10,7 @@ from torch import Tensor
 from collectives import Communicator, LocalCommunicator
 from enginecore.model_files import locate
 from enginecore.worker.models.decoder import Decoder
-from enginecore.worker.runner.program import layer_program
+from enginecore.worker.runner.program import StepLimits, layer_program
 from enginecore.worker.weights.loading import load_decoder
 from pagedattn import AttentionBatch, KVLayout, Program, allocate, build_batch
 
@@ -40,7 +40,7 @@ def run_stages(stages: Sequence[Decoder], ids: Sequence[int], prefill: int) -> T
 def run_program(model: Decoder, ids: Sequence[int], prefill: int) -> tuple[Tensor, Program]:
     """Do as `run_stages` with the one program of the model's layers, and return that too."""
     cache = _cache(model)
-    program = layer_program(model, cache, cache.dtype, prefill)
+    program = layer_program(model, cache, cache.dtype, StepLimits(prefill, 1, 64))
     assert program is not None
     logits = []
     for x, positions, batch in _steps(ids, prefill):

@@ -27,7 +27,7 @@ from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
-from enginecore.worker.runner.program import layer_program
+from enginecore.worker.runner.program import StepLimits, layer_program
 from pagedattn import KVLayout, allocate
 from pagedattn.cpu_backend import arguments
 
@@ -93,7 +93,7 @@ def test_the_memory_that_is_set_aside_for_a_step_holds_it(model):
     decoder = model_steps.load(model)
     heads = decoder.kv_heads, decoder.spec.head_dim
     cache = allocate(KVLayout(len(decoder.layers), *heads, 16, torch.float32), 1)
-    program = layer_program(decoder, cache, torch.float32, 1000)
+    program = layer_program(decoder, cache, torch.float32, StepLimits(1000, 1, 16))
     alignment = 64
     assert program.nbytes - alignment <= 1000 * 4 * decoder.step_width <= 1.5 * program.nbytes
 

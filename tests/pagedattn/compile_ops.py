@@ -10,8 +10,8 @@ import torch
 from compile_kernels import describe, use_device
 
 from pagedattn import triton_backend
-from pagedattn.triton_backend.activation import gated_kernel
 from pagedattn.triton_backend.copies import copy_blocks_kernel
+from pagedattn.triton_backend.gated import gated_kernel
 from pagedattn.triton_backend.grouped import grouped_matmul_kernel
 from pagedattn.triton_backend.norm import rms_norm_kernel
 from pagedattn.triton_backend.rotary import rotary_kernel

@@ -1,3 +1,4 @@
+import inspect
 import os
 import subprocess
 import sys
@@ -67,3 +68,12 @@ print([name for name in sys.modules if name.split(".")[0] == "triton"])
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", backends.BACKENDS)
+def test_a_back_end_has_every_operation(name):
+    module = backends.load_backend(name)
+    operations = [name for name in vars(backends.Backend) if not name.startswith("_")]
+    assert len(operations) == 14
+    # Not a submodule of the same name.
+    assert [name for name in operations if not inspect.isfunction(getattr(module, name))] == []

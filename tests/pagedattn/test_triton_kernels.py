@@ -44,6 +44,16 @@ def test_interpreted_attention_agrees_with_the_reference():
     assert set(reports["exact"].values()) == {0}
 
 
+def test_decode_steps_captured_with_their_launches_agree_with_plain_ones():
+    reports = run("interpret_graphs.py", TRITON_INTERPRET="1", OCTAVO_ATTENTION_BACKEND="triton")
+    assert len(reports) == 16
+    for name, report in reports.items():
+        assert report["difference"] <= 1e-5, name
+        assert report["as_expected"], f"{name}: another graph than the smallest"
+        prompts = name.startswith(("prompts", "a mixed step"))
+        assert (report["calls"], report["replays"]) == ((1, 0) if prompts else (0, 1)), name
+
+
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_attention_compiles_within_the_device(arch):
     reports = run("compile_kernels.py", arch)

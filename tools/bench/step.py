@@ -21,7 +21,7 @@ threads.prepare()
 
 from enginecore.model_files import locate  # noqa: E402  (torch reads its threads' settings when loaded)
 from enginecore.worker.models.decoder import Decoder  # noqa: E402
-from enginecore.worker.runner.program import layer_program  # noqa: E402
+from enginecore.worker.runner.program import StepLimits, layer_program  # noqa: E402
 from enginecore.worker.weights.loading import load_decoder  # noqa: E402
 from enginecore.worker.worker import keep_freed_memory, pick_dtype  # noqa: E402
 from pagedattn import AttentionBatch, KVLayout, allocate  # noqa: E402
@@ -86,7 +86,8 @@ def main() -> None:
     layout = KVLayout(len(model.layers), model.kv_heads, model.spec.head_dim, BLOCK_SIZE, dtype)
     cache = allocate(layout, max(options.rows) * -(-options.context // BLOCK_SIZE), device)
     cache.normal_()
-    program = layer_program(model, cache, dtype, max(64, *options.rows))
+    limits = StepLimits(max(64, *options.rows), max(options.rows), options.context)
+    program = layer_program(model, cache, dtype, limits)
     if program is None:
         raise SystemExit("the layers of this model are no program")
     print(

@@ -19,6 +19,7 @@ PARTS = {
     "ops": ("ops", "check_ops"),
     "sampling": ("ops", "check_sampling"),
     "graph": ("graph", "check_graph"),
+    "program": ("program", "check_program"),
     "engine": ("engine", "check_engine"),
     "decode": ("measure", "measure_decode"),
     "prefill": ("measure", "measure_prefill"),
@@ -30,9 +31,10 @@ _DESCRIPTION = """\
 Check every Triton kernel and the engine on a GPU, and measure them, in less than five minutes.
 
 The parts attention, cache, ops and sampling hold each kernel to plain float64 arithmetic (sampling to the
-torch back end); graph captures a decode step in a CUDA graph and replays it; engine asks the demo model a
-question; decode, prefill and ops_speed measure, beside what the device copies and multiplies at most. The
-report is one JSON document. The exit status is 1 if any check failed."""
+torch back end); graph captures a decode step in a CUDA graph and replays it; program compares and times
+decode steps of the demo model with its CUDA graphs and without; engine asks that model a question; decode,
+prefill and ops_speed measure, beside what the device copies and multiplies at most. The report is one JSON
+document. The exit status is 1 if any check failed."""
 
 
 def parser() -> argparse.ArgumentParser:

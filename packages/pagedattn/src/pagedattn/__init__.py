@@ -6,6 +6,7 @@ from pagedattn.backends import BackendUnavailable, backend_name
 from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
 from pagedattn.capture import CaptureError, Program, capture, host_call
 from pagedattn.copies import copy_blocks
+from pagedattn.cuda_graphs import estimate_graph_bytes
 from pagedattn.embedding import embedding
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
@@ -32,6 +33,7 @@ __all__ = [
     "capture",
     "copy_blocks",
     "embedding",
+    "estimate_graph_bytes",
     "find_shared_prefix",
     "gelu_and_mul",
     "grouped_matmul",

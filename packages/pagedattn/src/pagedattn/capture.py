@@ -22,7 +22,10 @@ class CaptureError(ValueError):
 
 
 class Program(Protocol):
-    """Kernels that run one after another by one team of threads, for any number of tokens up to `max_tokens`.
+    """What `capture` recorded, for any number of tokens up to `max_tokens`.
+
+    On a CPU, kernels that run one after another by one team of threads; on a CUDA device, graphs of decode
+    steps, while the function runs all other steps.
 
     One thread may call it at a time. It keeps the function that it was recorded from. What that has besides
     its inputs (weights, caches, tables) must stay where it was: changed in place, not replaced. Host calls
@@ -33,7 +36,7 @@ class Program(Protocol):
 
     @property
     def num_operations(self) -> int:
-        """Kernels in a run."""
+        """Kernels in a run; on a CUDA device graphs, of which a run replays one."""
         ...
 
     @property
@@ -43,7 +46,7 @@ class Program(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that results between kernels take."""
+        """Bytes that results between kernels take, and graphs."""
         ...
 
     def __call__(self, inputs: Inputs, batch: AttentionBatch) -> Inputs:
@@ -63,6 +66,8 @@ def capture(
     *,
     block_size: int,
     max_tokens: int,
+    max_seqs: int = 256,
+    max_length: int = 4096,
     backend: str | None = None,
 ) -> Program:
     """Record what `run(inputs, batch)` does, as a program that is called likewise.
@@ -73,9 +78,24 @@ def capture(
     inputs. `run` is called with two of them and batches of `block_size`, but no kernel runs; from what
     differs the program knows what to set anew in each run.
 
+    On a CUDA device steps of up to `max_seqs` decodes, 256 at most, of up to `max_length` tokens each replay
+    a CUDA graph, and all others call `run`. There it may call any operation that does not wait for the
+    device, and what it does may depend on no number of the host's but those of the batch. Of a host call the
+    graph has what it launched when captured. See `pagedattn.cuda_graphs`.
+
     Raises CaptureError where `run` cannot be recorded, or the back end has no programs.
     """
     name = backend_name(example(1)[0].device, backend)
+    if name == "triton":
+        graphs = importlib.import_module("pagedattn.cuda_graphs")
+        return graphs.record(
+            run,
+            example,
+            block_size=block_size,
+            max_tokens=max_tokens,
+            max_seqs=max_seqs,
+            max_length=max_length,
+        )
     if name != "cpu":
         raise CaptureError(f"the back end {name} has no programs")
     examples = [(example(batch.num_tokens), batch) for batch in _batches(block_size)]

@@ -31,7 +31,7 @@ from enginecore.worker.runner.kv_sizing import (
     cuda_bytes,
     host_memory,
 )
-from enginecore.worker.runner.program import layer_program
+from enginecore.worker.runner.program import StepLimits, graph_bytes, layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
 from enginecore.worker.sampling.sampler import sample_with_everything
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
@@ -117,10 +117,9 @@ class Worker:
         )
         progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
+        limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, shape["max_positions"])
         if size is None:
-            peak = _peak_bytes(self._model, config, layout, self.dtype, self.device)
-            self._model.reset_expert_loads()  # what was run to measure memory does not count
-            available = cuda_bytes(config, self.device, peak)
+            available = cuda_bytes(config, self.device, self._measured_bytes(config, layout, limits))
             size = agree(available)
         self.limits = EngineLimits(
             max_model_len=size.max_model_len,
@@ -137,7 +136,8 @@ class Worker:
         cache = allocate(layout, size.num_blocks, self.device)
         program = None
         if not config.enforce_eager:
-            program = layer_program(self._model, cache, self.dtype, config.max_num_batched_tokens)
+            limits = limits._replace(max_length=size.max_model_len)
+            program = layer_program(self._model, cache, self.dtype, limits)
         self._runner = Runner(
             self._model,
             cache,
@@ -153,6 +153,15 @@ class Worker:
         reason = cache_reason(config, layout, spec.max_position, available, self.device.type)
         self._log_start(files, layout, size, memory, reason, config.quantization)
         progress(f"KV cache of {size.num_blocks} blocks allocated")
+
+    def _measured_bytes(self, config: EngineConfig, layout: KVLayout, limits: StepLimits) -> int:
+        """Return how many bytes of the device model, a full step and the graphs of decode steps take."""
+        spare = allocate(layout, 1, self.device)
+        peak = _peak_bytes(self._model, config, spare, self.dtype)
+        self._model.reset_expert_loads()  # what was run to measure memory does not count
+        if config.enforce_eager:
+            return peak
+        return peak + graph_bytes(self._model, spare, self.dtype, limits)
 
     def _log_start(
         self,
@@ -293,12 +302,9 @@ def _cpu_flags() -> set[str]:
 
 
 @torch.inference_mode()
-def _peak_bytes(
-    model: Decoder, config: EngineConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
-) -> int:
-    """Run one full step on a single spare block and return the most memory that was in use."""
-    count = config.max_num_batched_tokens
-    cache = allocate(layout, 1, device)
+def _peak_bytes(model: Decoder, config: EngineConfig, cache: torch.Tensor, dtype: torch.dtype) -> int:
+    """Run one full step on a single spare block, `cache`, and return the most memory that was in use."""
+    count, device = config.max_num_batched_tokens, cache.device
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
     inputs = zeros if model.first else torch.zeros(count, model.spec.hidden_size, dtype=dtype, device=device)
     batch = AttentionBatch(

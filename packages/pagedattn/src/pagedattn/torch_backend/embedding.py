@@ -18,6 +18,8 @@ def embedding(
 ) -> torch.Tensor:
     """See `pagedattn.embedding`."""
     elsewhere = None
+    if first is not None and not table.outputs:
+        return ids.new_zeros((len(ids), table.inputs), dtype=dtype)
     if first is not None:
         elsewhere = (ids < first) | (ids >= first + table.outputs)
         ids = (ids - first).masked_fill(elsewhere, 0)

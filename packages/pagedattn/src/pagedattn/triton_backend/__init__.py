@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pagedattn.torch_backend.activation import activation
 from pagedattn.torch_backend.embedding import embedding
-from pagedattn.torch_backend.linear import linear
 from pagedattn.torch_backend.norm import layer_norm
-from pagedattn.triton_backend.activation import gelu_and_mul, silu_and_mul
 from pagedattn.triton_backend.attention import attend, write_kv
 from pagedattn.triton_backend.copies import copy_blocks
+from pagedattn.triton_backend.gated import gelu_and_mul, silu_and_mul
 from pagedattn.triton_backend.grouped import grouped_matmul
-from pagedattn.triton_backend.linear import linear_panel
+from pagedattn.triton_backend.linear import linear, linear_panel
 from pagedattn.triton_backend.norm import rms_norm
 from pagedattn.triton_backend.rotary import rotary
 from pagedattn.triton_backend.sampling import top_k_top_p_sample

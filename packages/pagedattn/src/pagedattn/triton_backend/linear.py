@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from pagedattn.quantized import Quantization
+from pagedattn.torch_backend.linear import linear
+
+__all__ = ["linear", "linear_panel"]
 
 
 def linear_panel(dtype: torch.dtype, quantization: Quantization | None) -> int:

@@ -48,6 +48,8 @@ class Decoder(nn.Module):
         self.first = held.start == 0
         self.last = held.stop == spec.num_layers
         tp = parallel.tp
+        self.is_sharded = tp.size > 1 or parallel.ep is not None
+        """Whether ranks exchange results within layers."""
         self.embed = Embedding(spec, tp) if self.first else None
         self._order = [Layer(spec, index, parallel) for index in held]
         self.layers = nn.ModuleList(self._order)

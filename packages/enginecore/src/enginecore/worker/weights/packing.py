@@ -106,7 +106,7 @@ class Packer:
         """Keep one copy of a loaded embedding: the packed weight of a head tied to it, if that will do."""
         if self._kind is not PackedLinear:
             return
-        weight = embed.tokens.weight
+        weight = embed.tokens.weight.detach()
         if head is not None and head.tied:
             packed = head.matmul
             head.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
