@@ -190,6 +190,7 @@ def test_the_table_has_a_row_for_each_engine_and_the_machines_limit():
             record("octavo", output_tok_s=600.0),
             record("octavo", output_tok_s=640.0, round=1),
             record("octavo", "W3", ttft_p50_ms=53.14, tpot_p50_ms=8.96, others=0.9),
+            record("octavo", "W4-burst", startup_s=5.25, output_tok_s=500.0, ttft_p50_ms=2040.0),
             limits=LIMITS,
             failures=[record("openvino")],
         )
@@ -198,6 +199,8 @@ def test_the_table_has_a_row_for_each_engine_and_the_machines_limit():
     assert list(rows) == ["octavo", "vllm", report.LIMIT]
     assert rows["octavo"]["W1 tok/s"] == "620"
     assert rows["octavo"]["W3 TPOT ms"] == "8.96\\*"
+    assert rows["octavo"]["TTFT s"] == "2.04"
+    assert (rows["octavo"]["ready s"], rows["octavo"]["server ready s"]) == ("2.00", "5.25")
     assert rows["octavo"]["memory GiB"] == "1.5"
     assert rows["octavo"]["others' cores"] == "0.90"
     assert rows["vllm"]["W3 TTFT ms"] == ""

@@ -102,7 +102,8 @@ def tables(document: Mapping[str, Any], *, spread: bool = False) -> str:
 def _table(records: Sequence[Record], document: Mapping[str, Any], spread: bool) -> str:
     measured = {record["workload"] for record in records}
     columns = [column for column in COLUMNS if column.workload in measured]
-    heads = ["", *(column.title for column in columns), "ready s", "memory GiB", "others' cores"]
+    more = ["ready s", "server ready s", "memory GiB", "others' cores"]
+    heads = ["", *(column.title for column in columns), *more]
     rows = [heads, ["---"] * len(heads)]
     for peer in peers_of(records):
         own = [record for record in records if record["peer"] == peer]
@@ -111,7 +112,9 @@ def _table(records: Sequence[Record], document: Mapping[str, Any], spread: bool)
             for column in columns
         ]
         row = [_shown(cell, column.scale, spread) for cell, column in zip(cells, columns)]
-        row.append(_shown(summarise(own, "startup_s"), 1, spread))
+        for server in (False, True):
+            starts = [record for record in own if _used_server(record) == server]
+            row.append(_shown(summarise(starts, "startup_s"), 1, spread))
         row.append(f"{max(record['resident_mib'] for record in own) / 1024:.1f}")
         row.append(f"{max(record['others_cores'] for record in own):.2f}")
         rows.append([peer, *row])
@@ -122,7 +125,7 @@ def _table(records: Sequence[Record], document: Mapping[str, Any], spread: bool)
         else ""
         for column in columns
     ]
-    rows.append([LIMIT, *row, "", "", ""])
+    rows.append([LIMIT, *row, *[""] * len(more)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -146,6 +149,10 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _used_server(record: Record) -> bool:
+    return PEERS[record["peer"]].uses_server(WORKLOADS[record["workload"]])
 
 
 def _shown(cell: Cell | None, scale: float, spread: bool) -> str:
