@@ -154,6 +154,7 @@ def test_names_are_chosen_once_and_unknown_ones_refused():
         (["run", "x", "--json", "r.json", "--dtype", "fp8"], "no type is called 'fp8'"),
         (["run", "x", "--json", "r.json", "--workloads", "W5"], "no workload is called 'W5'"),
         (["setup", "x", "octavo"], "no environment is called 'octavo'"),
+        (["run", "x", "--json", "r.json", "--peers", "octavo", "vllm"], "x has no vllm, M1: make them with"),
         (["report", "no-such-file.json"], "No such file"),
     ],
 )

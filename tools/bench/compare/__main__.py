@@ -17,7 +17,7 @@ from compare import environments, limits, report
 from compare.limits import Shape
 from compare.peers import DTYPES, ENVIRONMENTS, MODELS, PEERS, choose
 from compare.tasks import Task, checkpoint_folder, plan
-from compare.watch import QUIET, Usage, make_record, wait_until_quiet
+from compare.watch import QUIET, Usage, make_record, python_of, wait_until_quiet
 from compare.workloads import WORKLOADS
 
 _DESCRIPTION = f"""\
@@ -110,6 +110,7 @@ def _run(options: argparse.Namespace) -> int:
         folder=str(folder),
         short=options.short,
     )
+    _check_set_up(folder, tasks)
     document = _document(options, folder, tasks)
     log = options.json.with_suffix(".log")
     failures = 0
@@ -147,6 +148,19 @@ def _report(options: argparse.Namespace) -> int:
     if options.png:
         report.draw(document, options.png)
     return 0
+
+
+def _check_set_up(folder: Path, tasks: Sequence[Task]) -> None:
+    """Refuse to begin if an environment or a model is missing.
+
+    Raises:
+        ValueError: one is.
+    """
+    missing = {PEERS[task.peer].environment for task in tasks if not Path(python_of(task)).exists()}
+    models = {task.model for task in tasks if not task.checkpoint.exists()}
+    if missing or models:
+        names = ", ".join(sorted(filter(None, missing)) + sorted(models))
+        raise ValueError(f"{folder} has no {names}: make them with `compare.py setup`")
 
 
 def _document(options: argparse.Namespace, folder: Path, tasks: Sequence[Task]) -> dict[str, Any]:

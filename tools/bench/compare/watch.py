@@ -101,10 +101,17 @@ class Recorder:
         return fields
 
     def go_on(self) -> None:
-        """Let the process go on after an event."""
+        """Let the process go on after an event.
+
+        Raises:
+            RuntimeError: it has ended, or ran out of time.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise RuntimeError(f"ended with status {self.process.wait()}; see {self._log}") from error
 
 
 @contextmanager
