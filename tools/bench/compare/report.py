@@ -30,13 +30,13 @@ COLUMNS = (
     Column("W2", "output_tok_s", "W2 tok/s", most_is_best=True),
     Column("W3", "ttft_p50_ms", "W3 TTFT ms"),
     Column("W3", "tpot_p50_ms", "W3 TPOT ms"),
-    Column("W4-burst", "output_tok_s", "W4 at once: tok/s", most_is_best=True),
-    Column("W4-burst", "ttft_p50_ms", "TTFT s", scale=0.001),
-    Column("W4-poisson", "ttft_p50_ms", "W4 2/s: TTFT ms"),
-    Column("W4-poisson", "ttft_p99_ms", "TTFT p99 ms"),
-    Column("W4-poisson", "tpot_p50_ms", "TPOT ms"),
+    Column("W4-burst", "output_tok_s", "W4 at once tok/s", most_is_best=True),
+    Column("W4-burst", "ttft_p50_ms", "W4 at once TTFT s", scale=0.001),
+    Column("W4-poisson", "ttft_p50_ms", "W4 2/s TTFT ms"),
+    Column("W4-poisson", "ttft_p99_ms", "W4 2/s TTFT p99 ms"),
+    Column("W4-poisson", "tpot_p50_ms", "W4 2/s TPOT ms"),
 )
-LIMIT = "the machine's limit"
+LIMIT = "the machine's limit (not quantised)"
 KEYS = ("peer", "model", "dtype", "workload", "round")
 """Of a record: those that say which one it is."""
 
@@ -91,8 +91,8 @@ def tables(document: Mapping[str, Any], *, spread: bool = False) -> str:
         parts.append(agreement)
     if any(is_noisy(record) for record in records):
         parts.append(
-            f"\\* Other processes used more than {QUIET} cores in every round; rounds in which they did are "
-            "left out where there are others."
+            f"\\* Measured while other processes used more than {QUIET} cores. Such rounds are left out where "
+            "there are others."
         )
     for failure in document["failures"]:
         parts.append("Failed: " + " ".join(str(failure[key]) for key in KEYS) + ".")
@@ -178,10 +178,8 @@ def _machine(document: Mapping[str, Any]) -> str:
 
 
 def _versions(document: Mapping[str, Any]) -> str:
-    found = {}
-    for record in document["records"]:
-        found[record["peer"]] = record["version"]
-    return "Versions: " + ", ".join(f"{name} {version}" for name, version in found.items()) + "."
+    found = [f"{PEERS[each['peer']].distribution} {each['version']}" for each in document["records"]]
+    return "Versions: " + ", ".join(dict.fromkeys(found)) + "."
 
 
 def _agreement(records: Sequence[Record]) -> str:
