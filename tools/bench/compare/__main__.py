@@ -23,7 +23,7 @@ from compare.workloads import WORKLOADS
 _DESCRIPTION = f"""\
 Measure Octavo beside other engines on this machine: the same random weights, requests and number of threads.
 
-  setup   make environments and models in a folder (1 GB for M1, 6 GB for M2, 5 GB of packages; llama.cpp is
+  setup   make environments and models in a folder (2 GB for M1, 7 GB for M2, 5 GB of packages; llama.cpp is
           compiled, for some 15 minutes)
   run     measure: in each round the engines take turns at each workload; every record has a process of its
           own. Records are written as they are made; the same command goes on where it was stopped, and

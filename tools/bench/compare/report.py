@@ -91,8 +91,8 @@ def tables(document: Mapping[str, Any], *, spread: bool = False) -> str:
         parts.append(agreement)
     if any(is_noisy(record) for record in records):
         parts.append(
-            f"\\* Measured while other processes used more than {QUIET} cores. Such rounds are left out where "
-            "there are others."
+            f"\\* Measured while other processes used more than {QUIET} cores. "
+            "Such rounds are left out where there are others."
         )
     for failure in document["failures"]:
         parts.append("Failed: " + " ".join(str(failure[key]) for key in KEYS) + ".")
