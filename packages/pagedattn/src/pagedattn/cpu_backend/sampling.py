@@ -29,8 +29,7 @@ def top_k_top_p_sample(
     """See `pagedattn.top_k_top_p_sample`."""
     logits = dense(logits if logits.dtype in FLOATS else logits.float())
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    offset = min_p.log().mul_(temperature)
-    columns = [part.contiguous() for part in (temperature, top_p, offset, top_k, seeds, positions)]
+    columns = [part.contiguous() for part in (temperature, top_p, min_p, top_k, seeds, positions)]
     arguments = SAMPLE.pack(
         logits.data_ptr(),
         *(part.data_ptr() for part in columns),

@@ -33,7 +33,7 @@ class PendingOutput:
         The copies of log probabilities to the host have been started, on the device of `tokens`.
         """
         self._step = step
-        self._tokens = tokens.to(torch.int32).to("cpu", non_blocking=True)
+        self._tokens = tokens.to("cpu", torch.int32, non_blocking=True)
         self._copied = torch.cuda.Event() if tokens.is_cuda else None
         if self._copied is not None:
             self._copied.record()
@@ -53,8 +53,9 @@ class PendingOutput:
         """Return what the step sampled."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens = np.empty_like(self._tokens.numpy())
-        tokens[self._places] = self._tokens.numpy()
+        sampled = self._tokens.numpy()
+        tokens = np.empty_like(sampled)
+        tokens[self._places] = sampled
         unfinished = None if self._unfinished is None else bool(self._unfinished)
         logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
         return StepOutput(self._step, tokens, logprobs, merged(self._prompt_logprobs), unfinished)

@@ -10,8 +10,7 @@
 /* Laid out as SAMPLE of cpu_backend/arguments.py; all columns are [rows]. */
 typedef struct {
     const void *logits; /* [rows, vocab], rows `stride` elements apart */
-    const float *temperature, *top_p;
-    const float *min_p_offset; /* temperature * ln(min_p): what min-p allows below the highest logit */
+    const float *temperature, *top_p, *min_p;
     const int32_t *top_k;
     const int64_t *seeds, *positions;
     int64_t *tokens;
@@ -186,7 +185,7 @@ INLINE int64_t sample_row(const SampleCall *call, int type, int64_t index, const
     if (row.temperature < FLT_MIN) return find_highest(type, logits, vocab, space->maxima, row.highest);
 
     int limited = top_k > 0 && top_k < vocab;
-    row.least = row.highest + call->min_p_offset[index];
+    row.least = row.highest + row.temperature * logf(call->min_p[index]);
     if (limited && top_k <= bins) {
         /* As many logits as bins, and so the k-th of all, reach what the k-th of the bins' highest does. */
         float bound = kth_largest(space->maxima, bins, top_k, -INFINITY, space);
