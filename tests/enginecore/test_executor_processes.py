@@ -27,8 +27,7 @@ from enginecore.executor import link, processes
 from enginecore.executor.executor import make_executor
 from enginecore.model_files import locate
 from enginecore.private_folder import private_folder
-from enginecore.worker.runner.kv_sizing import cache_size
-from enginecore.worker.worker import agreed_size
+from enginecore.worker.runner.kv_sizing import CacheSizing, cache_size
 from executors import Smaller, assert_same, options, ragged_asks
 from pagedattn import KVLayout
 
@@ -157,8 +156,9 @@ class Poorer(LocalCommunicator):
 def test_the_rank_with_least_room_decides():
     layout = KVLayout(2, 2, 16, 16, torch.float32)
     config = make_config({"device": "cpu"})
-    own = cache_size(config, layout, 1000, 100 * layout.bytes_per_block)
-    agreed = agreed_size(own, config, layout, 1000, Poorer(), torch.device("cpu"))
+    available = 100 * layout.bytes_per_block
+    own = cache_size(config, layout, 1000, available)
+    agreed = CacheSizing(config, layout, 1000, Poorer(), torch.device("cpu")).agree(available)
     assert (own.num_blocks, own.max_model_len) == (100, 1000)
     assert (agreed.num_blocks, agreed.max_model_len, agreed.host_blocks) == (40, 40 * 16 + 1, 0)
 

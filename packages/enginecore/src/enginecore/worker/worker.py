@@ -4,14 +4,13 @@ import ctypes
 import logging
 import platform
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from collectives import Communicator, Communicators, LocalCommunicator
+from collectives import Communicators, LocalCommunicator
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.executor.step import StepInput
@@ -24,9 +23,7 @@ from enginecore.worker.models.spec import DecoderSpec
 from enginecore.worker.models.stages import split_layers
 from enginecore.worker.runner.kv_sizing import (
     CacheSize,
-    HostMemory,
-    cache_reason,
-    cache_size,
+    CacheSizing,
     cpu_bytes,
     cuda_bytes,
     host_memory,
@@ -36,7 +33,7 @@ from enginecore.worker.runner.runner import PendingOutput, Runner
 from enginecore.worker.sampling.sampler import sample_with_everything
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
 from enginecore.worker.weights.packing import check_quantization, packed_bytes
-from pagedattn import AttentionBatch, KVLayout, allocate, backend_name
+from pagedattn import AttentionBatch, KVLayout, Quantization, allocate, backend_name
 
 logger = logging.getLogger(__name__)
 
@@ -74,71 +71,43 @@ class Worker:
         `progress` is told what is done, in a few words; `on_loaded` how many tensors are loaded, of how many.
         """
         self.device = device or pick_device(config.device)
-        if self.device.type == "cpu":
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
             keep_freed_memory()
-        spec = decoder_spec(files.config)
         self.dtype = pick_dtype(config.dtype, files, self.device)
-        limit = config.max_model_len or spec.max_position
         self.is_output = comms.tp.rank == 0 and comms.pp.rank == comms.pp.size - 1
         """Whether this rank, of all, has the results of steps."""
         # With whole experts each rank counts tokens of its own, with slices every rank of tp the same ones.
         self._counts_loads = config.enable_expert_parallel or comms.tp.rank == 0
-        experts = _expert_parallel(config, spec, comms)
-        shape: dict[str, Any] = {
-            "layers": split_layers(spec, comms.pp.size)[comms.pp.rank],
-            "dtype": self.dtype,
-            "max_positions": min(limit, spec.max_position),
-        }
-        planned = empty_decoder(
-            files, ModelParallel(comms.tp, **experts), device=torch.device("meta"), **shape
-        )
-        check_quantization(planned, self.device, config.quantization)
-        cached = self.dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-        layout = KVLayout(len(planned.layers), planned.kv_heads, spec.head_dim, config.block_size, cached)
-
-        def agree(available: int) -> CacheSize:
-            own = cache_size(config, layout, spec.max_position, available)
-            return agreed_size(own, config, layout, spec.max_position, comms.world, self.device)
-
+        part = _Part(config, files, comms, self.dtype)
+        check_quantization(part.planned, self.device, config.quantization)
+        sizing = CacheSizing(config, part.layout, part.spec.max_position, comms.world, self.device)
         # On a CPU all is known before the weights are read, and what cannot be is refused at once.
-        on_cpu = self.device.type == "cpu"
-        weights = packed_bytes(planned, config.quantization)
-        memory = host_memory(planned, config, self.dtype, weights, local_size) if on_cpu else None
-        available = 0 if memory is None else cpu_bytes(config, memory)
-        size = agree(available) if on_cpu else None
-        self._model = load_decoder(
-            files,
-            comms.tp,
-            **experts,
-            **shape,
-            device=self.device,
-            quantization=config.quantization,
-            on_loaded=on_loaded,
-        )
+        if on_cpu:
+            weights = packed_bytes(part.planned, config.quantization)
+            memory = host_memory(part.planned, config, self.dtype, weights, local_size)
+            logger.info("memory: %s", memory)
+            size = sizing.agree(cpu_bytes(config, memory))
+        self._model = part.load(files, self.device, config.quantization, on_loaded)
         progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
-        limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, shape["max_positions"])
-        if size is None:
-            available = cuda_bytes(config, self.device, self._measured_bytes(config, layout, limits))
-            size = agree(available)
-        self.limits = EngineLimits(
-            max_model_len=size.max_model_len,
-            vocab_size=spec.vocab_size,
-            num_blocks=size.num_blocks,
-            block_size=config.block_size,
-            host_blocks=size.host_blocks,
-            window=_common_window(spec.windows),
-            device=self.device.type,
-            dynamic_length=spec.dynamic_length,
-            dtype=str(self.dtype).removeprefix("torch."),
-            lockstep=config.shares_experts,
-        )
+        if not on_cpu:
+            limits = _step_limits(config, part.max_positions)
+            needed = self._measured_bytes(config, part.layout, limits)
+            size = sizing.agree(cuda_bytes(config, self.device, needed))
+        self.limits = _engine_limits(config, part.spec, size, self.device, self.dtype)
+        self._runner = self._make_runner(config, comms, part.layout, size)
+        self._log_start(files, part.layout, size, sizing.reason, config.quantization)
+        progress(f"KV cache of {size.num_blocks} blocks allocated")
+
+    def _make_runner(
+        self, config: EngineConfig, comms: Communicators, layout: KVLayout, size: CacheSize
+    ) -> Runner:
         cache = allocate(layout, size.num_blocks, self.device)
         program = None
         if not config.enforce_eager:
-            limits = limits._replace(max_length=size.max_model_len)
-            program = layer_program(self._model, cache, self.dtype, limits)
-        self._runner = Runner(
+            program = layer_program(self._model, cache, self.dtype, _step_limits(config, size.max_model_len))
+        return Runner(
             self._model,
             cache,
             allocate(layout, size.host_blocks, "cpu") if size.host_blocks else None,
@@ -150,9 +119,6 @@ class Worker:
             max_len=size.max_model_len + 1,
             program=program,
         )
-        reason = cache_reason(config, layout, spec.max_position, available, self.device.type)
-        self._log_start(files, layout, size, memory, reason, config.quantization)
-        progress(f"KV cache of {size.num_blocks} blocks allocated")
 
     def _measured_bytes(self, config: EngineConfig, layout: KVLayout, limits: StepLimits) -> int:
         """Return how many bytes of the device model, a full step and the graphs of decode steps take."""
@@ -168,7 +134,6 @@ class Worker:
         files: ModelFiles,
         layout: KVLayout,
         size: CacheSize,
-        memory: HostMemory | None,
         reason: str,
         quantization: str | None,
     ) -> None:
@@ -181,8 +146,6 @@ class Worker:
             backend_name(self.device),
             torch.get_num_threads(),
         )
-        if memory is not None:
-            logger.info("memory: %s", memory)
         logger.info(
             "KV cache: %d tokens in %d blocks of %d in %s; %s; the longest request has %d tokens",
             size.num_blocks * layout.block_size,
@@ -213,19 +176,73 @@ class Worker:
         return loads
 
 
-def agreed_size(
-    own: CacheSize,
-    config: EngineConfig,
-    layout: KVLayout,
-    model_limit: int,
-    world: Communicator,
-    device: torch.device,
-) -> CacheSize:
-    """Return the size that every rank's memory has room for: block ids mean the same on all of them."""
-    fewest = torch.tensor([own.num_blocks, own.host_blocks], dtype=torch.int64, device=device)
-    num_blocks, host_blocks = world.all_reduce(fewest, "min").tolist()
-    size = cache_size(config, layout, model_limit, num_blocks * layout.bytes_per_block)
-    return replace(size, host_blocks=host_blocks)
+class _Part:
+    """One rank's part of a model before it is loaded: its layers, and its share of each.
+
+    Raises:
+        ModelError: the model cannot be cut for the ranks.
+        ConfigError: there is no such placement of experts.
+    """
+
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, comms: Communicators, dtype: torch.dtype
+    ) -> None:
+        self.spec = spec = decoder_spec(files.config)
+        self.max_positions = min(config.max_model_len or spec.max_position, spec.max_position)
+        self._tp = comms.tp
+        self._experts = _expert_parallel(config, spec, comms)
+        self._shape: dict[str, Any] = {
+            "layers": split_layers(spec, comms.pp.size)[comms.pp.rank],
+            "dtype": dtype,
+            "max_positions": self.max_positions,
+        }
+        self.planned = empty_decoder(
+            files, ModelParallel(comms.tp, **self._experts), device=torch.device("meta"), **self._shape
+        )
+        """The modules without their weights."""
+        cached = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        self.layout = KVLayout(
+            len(self.planned.layers), self.planned.kv_heads, spec.head_dim, config.block_size, cached
+        )
+
+    def load(
+        self,
+        files: ModelFiles,
+        device: torch.device,
+        quantization: Quantization | None,
+        on_loaded: Callable[[int, int], object] | None,
+    ) -> Decoder:
+        """Return the modules with their weights; see `load_decoder`."""
+        return load_decoder(
+            files,
+            self._tp,
+            **self._experts,
+            **self._shape,
+            device=device,
+            quantization=quantization,
+            on_loaded=on_loaded,
+        )
+
+
+def _engine_limits(
+    config: EngineConfig, spec: DecoderSpec, size: CacheSize, device: torch.device, dtype: torch.dtype
+) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=size.max_model_len,
+        vocab_size=spec.vocab_size,
+        num_blocks=size.num_blocks,
+        block_size=config.block_size,
+        host_blocks=size.host_blocks,
+        window=_common_window(spec.windows),
+        device=device.type,
+        dynamic_length=spec.dynamic_length,
+        dtype=str(dtype).removeprefix("torch."),
+        lockstep=config.shares_experts,
+    )
+
+
+def _step_limits(config: EngineConfig, max_length: int) -> StepLimits:
+    return StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_length)
 
 
 def _expert_parallel(config: EngineConfig, spec: DecoderSpec, comms: Communicators) -> dict[str, Any]:

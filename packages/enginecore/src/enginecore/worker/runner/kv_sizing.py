@@ -1,12 +1,13 @@
 """KV cache sizing: the number of blocks that fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 
+from collectives import Communicator
 from enginecore.cgroups import ROOT, groups, read_number
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
@@ -79,6 +80,39 @@ def cache_size(config: EngineConfig, layout: KVLayout, model_limit: int, availab
     return CacheSize(blocks, asked or min(model_limit, capacity), host_blocks)
 
 
+class CacheSizing:
+    """The decision of how many blocks the KV cache has, the same on every rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        model_limit: int,
+        world: Communicator,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._model_limit = model_limit
+        self._world = world
+        self._device = device
+        self.reason = ""
+        """Why the cache has its size."""
+
+    def agree(self, available: int) -> CacheSize:
+        """Return the size that every rank has room for, where this one has `available` bytes for it.
+
+        Block ids mean the same on all of them. Raises ConfigError as `cache_size` does.
+        """
+        own = cache_size(self._config, self._layout, self._model_limit, available)
+        self.reason = _reason(self._config, self._layout, self._model_limit, available, self._device.type)
+        fewest = torch.tensor([own.num_blocks, own.host_blocks], dtype=torch.int64, device=self._device)
+        num_blocks, host_blocks = self._world.all_reduce(fewest, "min").tolist()
+        least = num_blocks * self._layout.bytes_per_block
+        size = cache_size(self._config, self._layout, self._model_limit, least)
+        return replace(size, host_blocks=host_blocks)
+
+
 class HostMemory(NamedTuple):
     """One worker's share of a host's memory in bytes, before it loads the model."""
 
@@ -141,9 +175,7 @@ def cuda_bytes(config: EngineConfig, device: torch.device, peak: int) -> int:
     return max(0, int(total * config.gpu_memory_utilization) - others - peak)
 
 
-def cache_reason(
-    config: EngineConfig, layout: KVLayout, model_limit: int, available: int, device: str
-) -> str:
+def _reason(config: EngineConfig, layout: KVLayout, model_limit: int, available: int, device: str) -> str:
     """Say why the cache has the size that `cache_size` gave it, for the log."""
     longest = config.max_model_len or model_limit
     needed = config.max_num_seqs * -(-longest // layout.block_size) * layout.bytes_per_block
