@@ -110,7 +110,6 @@ class Worker:
         comms.world.barrier()  # so that what others still load does not count as free
         if size is None:
             peak = _peak_bytes(self._model, config, layout, self.dtype, self.device)
-            self._model.reset_expert_loads()  # what was run to measure memory does not count
             available = cuda_bytes(config, self.device, peak)
             size = agree(available)
         self.limits = EngineLimits(
@@ -129,6 +128,7 @@ class Worker:
         program = None
         if not config.enforce_eager:
             program = layer_program(self._model, cache, self.dtype, config.max_num_batched_tokens)
+        self._model.reset_expert_loads()  # what was run to measure memory and to record does not count
         self._runner = Runner(
             self._model,
             cache,

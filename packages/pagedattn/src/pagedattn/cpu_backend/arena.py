@@ -7,15 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from pagedattn.cpu_backend.recording import Argument, Recording, TensorKind, per_token
+from pagedattn.cpu_backend.recording import Argument, Recording, Size, TensorKind, size_of
 
 ALIGNMENT = 64
+
+
+class Offset(NamedTuple):
+    """Bytes from the beginning of the arena: so many for each token of a run, and a constant."""
+
+    per_token: int
+    constant: int
 
 
 class Arena:
     """One piece of memory, in which a tensor has a place from the first call that uses it to the last.
 
-    Places are multiples of the number of tokens, which a run decides.
+    Tensors of a constant size keep theirs.
     """
 
     def __init__(
@@ -28,11 +35,11 @@ class Arena:
     ) -> None:
         """`arguments` are those of all calls; tensors that are `returned` lie elsewhere."""
         layout = _lay_out(first, second, arguments, returned)
+        size = layout.size
         self.offsets = layout.offsets
-        """By made tensor: where it begins, in bytes per token."""
-        self._memory = torch.empty(
-            layout.bytes_per_token * max_tokens + ALIGNMENT, dtype=torch.uint8, device="cpu"
-        )
+        """By made tensor: where it begins."""
+        count = size.per_token * max_tokens + size.constant + ALIGNMENT
+        self._memory = torch.empty(count, dtype=torch.uint8, device="cpu")
         self._storage = self._memory.untyped_storage()
         self.address = -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
         self._start = self.address - self._storage.data_ptr()
@@ -44,7 +51,8 @@ class Arena:
 
     def tensor(self, made: int, offset: int, kind: TensorKind, tokens: int) -> torch.Tensor:
         """Return the tensor [tokens, …] that begins `offset` bytes after the beginning of a made one."""
-        begin = self._start + self.offsets[made] * tokens + offset
+        place = self.offsets[made]
+        begin = self._start + place.per_token * tokens + place.constant + offset
         return tensor_in(self._storage, begin, kind, tokens)
 
 
@@ -55,8 +63,8 @@ def tensor_in(storage: torch.UntypedStorage, begin: int, kind: TensorKind, token
 
 
 class _Layout(NamedTuple):
-    offsets: dict[int, int]
-    bytes_per_token: int
+    offsets: dict[int, Offset]
+    size: Size
 
 
 def _lay_out(
@@ -65,26 +73,46 @@ def _lay_out(
     arguments: Sequence[Sequence[Argument]],
     returned: dict[int, int],
 ) -> _Layout:
-    """Give each tensor the first gap that is free from the first call that uses it to the last."""
+    """Give each tensor a place: first those of a constant size, then the others."""
     uses: dict[int, list[int]] = {}
     for index, call in enumerate(arguments):
         for argument in call:
             if argument.place is not None and argument.place.made is not None:
                 uses.setdefault(argument.place.made, []).append(index)
-    offsets: dict[int, int] = {}
+    sizes = {made: size_of(first, second, made) for made in uses}
+    kept = [made for made in uses if made not in returned]
+    offsets: dict[int, Offset] = {}
+    constant = 0
+    for made in kept:
+        if not sizes[made].per_token:
+            offsets[made] = Offset(0, constant)
+            constant += _aligned(sizes[made].constant)
+    scaled = {made: _aligned(sizes[made].per_token) for made in kept if sizes[made].per_token}
+    starts, per_token = _first_fit(scaled, uses)
+    offsets |= {made: Offset(start, constant) for made, start in starts.items()}
+    return _Layout(offsets, Size(per_token, constant))
+
+
+def _first_fit(sizes: dict[int, int], uses: dict[int, list[int]]) -> tuple[dict[int, int], int]:
+    """Give each tensor the first gap that is free from its first use to its last.
+
+    Returns starts and the end of all.
+    """
+    starts: dict[int, int] = {}
     live: list[tuple[int, int, int]] = []  # begin, end, last use
     most = 0
-    for made, indices in sorted(uses.items(), key=lambda item: item[1][0]):
-        size = -(-per_token(first, second, made) // ALIGNMENT) * ALIGNMENT
-        if made in returned:
-            continue
-        live = sorted(span for span in live if span[2] >= indices[0])
+    for made, size in sorted(sizes.items(), key=lambda item: uses[item[0]][0]):
+        live = sorted(span for span in live if span[2] >= uses[made][0])
         begin = 0
         for taken, end, _ in live:
             if taken - begin >= size:
                 break
             begin = max(begin, end)
-        offsets[made] = begin
-        live.append((begin, begin + size, indices[-1]))
+        starts[made] = begin
+        live.append((begin, begin + size, uses[made][-1]))
         most = max(most, begin + size)
-    return _Layout(offsets, most)
+    return starts, most
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -10,6 +10,12 @@ from pagedattn.layout import FP8
 from pagedattn.torch_backend.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
+from pagedattn.torch_backend.experts import (
+    group_by_expert,
+    grouped_linear,
+    top_k_softmax,
+    weighted_sum,
+)
 from pagedattn.torch_backend.grouped import grouped_matmul
 from pagedattn.torch_backend.linear import linear, linear_panel
 from pagedattn.torch_backend.norm import layer_norm, rms_norm
@@ -22,6 +28,8 @@ __all__ = [
     "attend",
     "copy_blocks",
     "gelu_and_mul",
+    "group_by_expert",
+    "grouped_linear",
     "grouped_matmul",
     "layer_norm",
     "linear",
@@ -29,7 +37,9 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "top_k_softmax",
     "top_k_top_p_sample",
+    "weighted_sum",
     "write_kv",
 ]
 

@@ -35,7 +35,7 @@ def layer_program(model: Decoder, cache: Tensor, dtype: torch.dtype, max_tokens:
         logger.info("the model runs operation by operation: %s", error)
         return None
     logger.info(
-        "the layers are one program: %d operations in %d segments, %.0f MiB for results between them",
+        "the layers are one program (operations: %d, segments: %d, memory for results: %.0f MiB)",
         program.num_operations,
         program.num_host_calls + 1,
         program.nbytes / 2**20,

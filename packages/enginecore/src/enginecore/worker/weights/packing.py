@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from collectives import Matmul, ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
 from enginecore.worker.models.decoder import Decoder
-from enginecore.worker.models.experts import SparseFeedForward
-from pagedattn import Quantization, backend_name, linear, pack_linear
+from enginecore.worker.models.experts import ExpertWeights, SparseFeedForward
+from pagedattn import PackedExperts, Quantization, backend_name, linear, pack_experts, pack_linear
 
 _TYPICAL_TOKENS = 64
 """Rows that oneDNN's layout is chosen for; it serves any number."""
@@ -58,16 +58,20 @@ class OneDNNLinear:
 class Packer:
     """Packs the weights of linear layers in place; the plain one is kept only where others use it too.
 
-    Layers of which this rank holds nothing stay as they are, and so do experts, whose rows are multiplied in
-    groups, and layers of a dtype or on a device that nothing here packs for.
+    Layers of which this rank holds nothing stay as they are, and so do layers of a dtype or on a device that
+    nothing here packs for.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> None:
         self._quantization = quantization
         self._make = _maker(dtype, device)
 
-    def pack(self, layer: ParallelLinear) -> None:
-        """Pack a layer whose weight is loaded, unless it is packed already."""
+    def pack(self, layer: ParallelLinear | ExpertWeights) -> None:
+        """Pack a layer whose weights are loaded, unless it is packed already."""
+        if isinstance(layer, ExpertWeights):
+            if layer.packed is None:
+                layer.pack(_pack_experts if self._make is PackedLinear else pack_experts)
+            return
         if not layer.weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
             return
         if self._quantization is not None:
@@ -117,6 +121,11 @@ def _maker(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Matmu
     known = operators <= set(torch._C._dispatch_get_all_op_names())
     packs = known and torch.backends.mkldnn.is_available() and dtype != torch.float16
     return OneDNNLinear if packs else None
+
+
+def _pack_experts(weight: Tensor) -> PackedExperts:
+    """Pack weights [experts, out, in] as `PackedLinear` does one."""
+    return pack_experts(weight, _narrowest_dtype(weight.flatten(0, 1)))
 
 
 def _narrowest_dtype(weight: Tensor) -> torch.dtype:
