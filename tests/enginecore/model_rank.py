@@ -6,6 +6,7 @@ FOLDER/cases.json has for each case the checkpoint, how it is spread, and the id
 """
 
 import json
+import math
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 import torch.distributed as dist
 
 from collectives import ExpertPlacement, GlooCommunicator, LocalCommunicator
+from enginecore.worker.models.experts import SparseFeedForward
 from model_steps import load, run_program, run_stages
+
+
+def expert_weights(model):
+    mlps = [layer.mlp for layer in model.layers]
+    return [weight for mlp in mlps if isinstance(mlp, SparseFeedForward) for weight in mlp.experts.packed]
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -39,7 +46,7 @@ def main(rank: int, world: int, folder: Path) -> None:
             "recorded": recorded,
             "host_calls": program.num_host_calls,
             "kv_heads": model.kv_heads,
-            "elements": sum(parameter.numel() for parameter in model.parameters()),
+            "elements": sum(math.prod(weight.shape) for weight in expert_weights(model)),
         }
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()

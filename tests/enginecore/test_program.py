@@ -19,6 +19,7 @@ from checkpoints import (
     gpt2_config,
     llama_config,
     mixtral_config,
+    qwen3_moe_config,
     random_sizes,
     save_random,
 )
@@ -104,11 +105,16 @@ def test_the_same_tokens_in_half_precision(dtype, tmp_path):
     assert answers(path, dtype=dtype)[0] == answers(path, dtype=dtype, enforce_eager=True)[0]
 
 
-def test_the_same_tokens_of_a_mixture_of_experts(tmp_path, caplog):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [mixtral_config(), qwen3_moe_config()], ids=["mixtral", "qwen3_moe"])
+def test_the_same_tokens_of_a_mixture_of_experts(config, dtype, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    found, _ = answers(save_random(mixtral_config(), tmp_path))
+    found, core = answers(save_random(config, tmp_path), dtype=dtype)
     assert "the layers are one program" in caplog.text
-    assert found == answers(tmp_path, enforce_eager=True)[0]
+    assert "segments: 1," in caplog.text
+    eager, other = answers(tmp_path, dtype=dtype, enforce_eager=True)
+    assert found == eager
+    assert (core.expert_loads() == other.expert_loads()).all()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def test_the_same_tokens_on_two_ranks(config, options, segments, tmp_path, monke
         found.append([answer.tokens for answer in run(EngineCore(given, executor), asks())])
         executor.shutdown()
         said = capfd.readouterr().err
-        assert said.count(f"in {segments} segments") == (0 if enforce_eager else 2), said
+        assert said.count(f"segments: {segments},") == (0 if enforce_eager else 2), said
     assert found[0] == found[1] == answers(path)[0]
 
 
@@ -170,10 +176,11 @@ def counts_of_a_step(path, rows, monkeypatch):
     return dispatches.count, len(called)
 
 
-def test_a_step_does_not_grow_with_layers_and_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("config", [llama_config, mixtral_config])
+def test_a_step_does_not_grow_with_layers_and_rows(config, tmp_path, monkeypatch):
     """Nothing is timed: what a step asks of torch and of the kernels is counted."""
-    two = save_random(llama_config(), tmp_path / "two")
-    six = save_random(llama_config(num_hidden_layers=6), tmp_path / "six")
+    two = save_random(config(), tmp_path / "two")
+    six = save_random(config(num_hidden_layers=6), tmp_path / "six")
     alone = counts_of_a_step(two, 1, monkeypatch)
     assert counts_of_a_step(six, 1, monkeypatch) == alone
     assert counts_of_a_step(six, 16, monkeypatch) == alone

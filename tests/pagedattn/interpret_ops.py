@@ -17,7 +17,9 @@ from sampling_reference import draw
 from pagedattn import (
     copy_blocks,
     gelu_and_mul,
+    grouped_linear,
     grouped_matmul,
+    pack_experts,
     rms_norm,
     rotary,
     silu_and_mul,
@@ -106,6 +108,18 @@ def run_grouped(starts, dtype, in_size, out_size, starts_dtype=torch.int32):
     expected = np.zeros((starts[-1], out_size))
     for expert, (start, stop) in enumerate(pairwise(starts)):
         expected[start:stop] = x[start:stop].double().numpy() @ weight[expert].double().numpy().T
+    return difference(result, expected)
+
+
+def run_grouped_linear(starts, dtype, weight_dtype, in_size, out_size):
+    rows = starts[-1]
+    x, index = random(rows, in_size, dtype=dtype), torch.arange(rows, dtype=torch.int32).flip(0)
+    weight = random(len(starts) - 1, out_size, in_size, dtype=weight_dtype) / in_size**0.5
+    packed = pack_experts(weight, backend="triton")
+    result = grouped_linear(x, packed, torch.tensor(starts, dtype=torch.int32), index, backend="triton")
+    taken, expected = x.flip(0).double().numpy(), np.zeros((rows, out_size))
+    for expert, (start, stop) in enumerate(pairwise(starts)):
+        expected[start:stop] = taken[start:stop] @ weight[expert].double().numpy().T
     return difference(result, expected)
 
 
@@ -239,6 +253,8 @@ def main():
         "grouped fp16": run_grouped([0, 0, 20, 20, 21, 40], HALF, 200, 130),
         "grouped, an expert's tiles": run_grouped([0, 150, 150, 151], SINGLE, 40, 70),
         "grouped fp16, an expert's tiles": run_grouped([0, 1, 300], HALF, 70, 140),
+        "grouped linear": run_grouped_linear([0, 3, 3, 4, 11], SINGLE, SINGLE, 48, 33),
+        "grouped linear, narrow weights": run_grouped_linear([0, 5, 9], SINGLE, BFLOAT, 40, 33),
         "copies": run_copies(SINGLE, 6, [[5, 0], [2, 4], [2, 1]]),
         "copies bf16": run_copies(BFLOAT, 64, [[5, 0], [2, 4], [2, 1]]),
         "copies fp8": run_copies(torch.float8_e4m3fn, 3, [[0, 0], [3, 2]]),

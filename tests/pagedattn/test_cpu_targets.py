@@ -10,11 +10,12 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),  # compiles and runs all of them, some sanitized
     pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64"),
 ]
 
 FOLDER = Path(__file__).parent
-TESTS = ("test_linear.py", "test_quantized.py", "test_cpu_ops.py", "test_capture.py")
+TESTS = ("test_linear.py", "test_quantized.py", "test_cpu_ops.py", "test_capture.py", "test_experts.py")
 
 
 def compiler(folder, *, instructions="native", extra=""):

@@ -2,17 +2,18 @@
 
 from pagedattn.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.attention import attend, write_kv
-from pagedattn.backends import BackendUnavailable, backend_name
+from pagedattn.backends import BackendUnavailable, Groups, Routing, backend_name
 from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
 from pagedattn.capture import CaptureError, Program, capture, host_call
 from pagedattn.copies import copy_blocks
 from pagedattn.cuda_graphs import estimate_graph_bytes
 from pagedattn.embedding import embedding
+from pagedattn.experts import group_by_expert, grouped_linear, pack_experts, top_k_softmax, weighted_sum
 from pagedattn.grouped import grouped_matmul
 from pagedattn.layout import KVLayout, allocate
 from pagedattn.linear import linear, pack_linear
 from pagedattn.norm import layer_norm, rms_norm
-from pagedattn.packed import PackedWeight
+from pagedattn.packed import PackedExperts, PackedWeight
 from pagedattn.quantized import Quantization
 from pagedattn.rotary import rotary
 from pagedattn.sampling import top_k_top_p_sample
@@ -21,10 +22,13 @@ __all__ = [
     "AttentionBatch",
     "BackendUnavailable",
     "CaptureError",
+    "Groups",
     "KVLayout",
+    "PackedExperts",
     "PackedWeight",
     "Program",
     "Quantization",
+    "Routing",
     "activation",
     "allocate",
     "attend",
@@ -36,14 +40,19 @@ __all__ = [
     "estimate_graph_bytes",
     "find_shared_prefix",
     "gelu_and_mul",
+    "group_by_expert",
+    "grouped_linear",
     "grouped_matmul",
     "host_call",
     "layer_norm",
     "linear",
+    "pack_experts",
     "pack_linear",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "top_k_softmax",
     "top_k_top_p_sample",
+    "weighted_sum",
     "write_kv",
 ]

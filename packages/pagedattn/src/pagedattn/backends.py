@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 import torch
 
 from pagedattn.batch import AttentionBatch
-from pagedattn.packed import PackedWeight
+from pagedattn.packed import PackedExperts, PackedWeight
 from pagedattn.quantized import Quantization
 
 BACKEND_VARIABLE = "OCTAVO_ATTENTION_BACKEND"
@@ -35,6 +35,26 @@ class ScoreOptions(NamedTuple):
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
     kv_scales: torch.Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """The experts of each token, those of the highest weights first."""
+
+    weights: torch.Tensor
+    """float32 [tokens, k]."""
+    experts: torch.Tensor
+    """int32 [tokens, k]."""
+
+
+class Groups(NamedTuple):
+    """The rows that tokens become where each goes to k experts, sorted by expert and then by token."""
+
+    starts: torch.Tensor
+    """int32 [experts + 1]: rows starts[e] to starts[e + 1] are for expert e."""
+    index: torch.Tensor
+    """int32 [tokens * k]: the token of each row."""
+    places: torch.Tensor
+    """int32 [tokens, k]: the row of each token's choice."""
 
 
 class Backend(Protocol):
@@ -100,6 +120,25 @@ class Backend(Protocol):
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None: ...
 
     def grouped_matmul(self, x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor: ...
+
+    def top_k_softmax(self, logits: torch.Tensor, k: int, normalise: bool) -> Routing: ...
+
+    def group_by_expert(
+        self, experts: torch.Tensor, num_experts: int, loads: torch.Tensor | None
+    ) -> Groups: ...
+
+    def grouped_linear(
+        self,
+        x: torch.Tensor,
+        weight: PackedExperts,
+        starts: torch.Tensor,
+        index: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def weighted_sum(
+        self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
     def linear_panel(self, dtype: torch.dtype, quantization: Quantization | None) -> int: ...
 

@@ -95,12 +95,69 @@ class PackedWeight:
         return columns[ids // self.panel, ids % self.panel]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """Weights `[experts, outputs, inputs]` in a back end's layout; made by `pack_experts`.
+
+    Where `panel` is 0, `data` is the plain weights, otherwise those of each expert as in `PackedWeight`.
+    """
+
+    data: torch.Tensor
+    outputs: int
+    inputs: int
+    panel: int
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return len(self.data)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, outputs, inputs)."""
+        return self.count, self.outputs, self.inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what is stored."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the weights are on."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights, with what fills up the last panel of each."""
+        return self.data.nbytes
+
+    def unpack(self) -> torch.Tensor:
+        """Return the plain weights `[experts, outputs, inputs]`, of the stored dtype; a copy if packed."""
+        if not self.panel:
+            return self.data
+        columns = self.data.transpose(2, 3).flatten(3)  # [experts, panels, panel, elements]
+        return columns.flatten(1, 2)[:, : self.outputs, : self.inputs].contiguous()
+
+
+def pack_stacked(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedExperts:
+    """Lay weights `[experts, outputs, inputs]` out in panels of so many columns; 0 leaves them plain."""
+    count, outputs, inputs = weight.shape
+    if not panel or not weight.numel():
+        return PackedExperts(weight.to(dtype), outputs, inputs, 0)
+    n = _word_elements(dtype)
+    data = _empty((count, *_panel_shape(outputs, inputs, panel, n)), dtype)
+    for target, expert in zip(data, weight, strict=True):
+        _fill_panels(target, expert)
+    return PackedExperts(data, outputs, inputs, panel)
+
+
 def pack(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedWeight:
     """Lay a weight `[outputs, inputs]` out in panels of so many columns; 0 leaves it plain."""
     outputs, inputs = weight.shape
     if not panel or not weight.numel():
         return PackedWeight(weight.to(dtype), outputs, inputs, 0)
-    data = _in_panels(weight, dtype, panel, 2 if dtype == torch.bfloat16 else 1)
+    data = _in_panels(weight, dtype, panel, _word_elements(dtype))
     return PackedWeight(data, outputs, inputs, panel)
 
 
@@ -125,18 +182,33 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 def _in_panels(rows: torch.Tensor, dtype: torch.dtype, panel: int, n: int) -> torch.Tensor:
     """Lay rows `[outputs, elements]` out as `[panels, elements / n, panel, n]`, filled up with zeros."""
+    data = _empty(_panel_shape(*rows.shape, panel, n), dtype)
+    _fill_panels(data, rows)
+    return data
+
+
+def _word_elements(dtype: torch.dtype) -> int:
+    """Return the elements of a column that stand side by side, where they are no codes."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def _panel_shape(outputs: int, elements: int, panel: int, n: int) -> tuple[int, int, int, int]:
+    return -(-outputs // panel), -(-elements // n), panel, n
+
+
+def _fill_panels(data: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows `[outputs, elements]` to `[panels, elements / n, panel, n]`, filled up with zeros."""
     outputs, elements = rows.shape
-    rows = rows.to(dtype).contiguous()
+    _, _, panel, n = data.shape
+    rows = rows.to(data.dtype).contiguous()
     if elements % n:
         rows = F.pad(rows, (0, -elements % n))
-    words = rows.view(_WORDS[n * dtype.itemsize])
+    word = _WORDS[n * data.dtype.itemsize]
+    words, columns = rows.view(word), data.view(word).squeeze(-1).transpose(1, 2)
     full, left = divmod(outputs, panel)
-    data = _empty((full + (left > 0), words.shape[1], panel), words.dtype)
-    columns = data.transpose(1, 2)
     columns[:full] = words[: full * panel].view(full, panel, words.shape[1])
     if left:
         columns[full] = F.pad(words[full * panel :], (0, 0, 0, panel - left))
-    return data.view(dtype).view(*data.shape, n)
 
 
 class _HugePages(threading.local):

@@ -8,6 +8,12 @@ from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
 from pagedattn.cpu_backend.arguments import ATTEND, TYPES, WRITE, address, dense, float32, launch
 from pagedattn.cpu_backend.embedding import embedding
+from pagedattn.cpu_backend.experts import (
+    group_by_expert,
+    grouped_linear,
+    top_k_softmax,
+    weighted_sum,
+)
 from pagedattn.cpu_backend.linear import linear, linear_panel
 from pagedattn.cpu_backend.ops import activation, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
 from pagedattn.cpu_backend.sampling import top_k_top_p_sample
@@ -19,6 +25,8 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "gelu_and_mul",
+    "group_by_expert",
+    "grouped_linear",
     "grouped_matmul",
     "layer_norm",
     "linear",
@@ -26,7 +34,9 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "top_k_softmax",
     "top_k_top_p_sample",
+    "weighted_sum",
     "write_kv",
 ]
 

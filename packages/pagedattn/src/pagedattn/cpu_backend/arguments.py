@@ -46,10 +46,22 @@ WRITE = Kernel(4, Struct("5P 5q 7i"))
 ATTEND = Kernel(5, Struct("10P 7q 13i 2f"))
 """`Call` of call.h."""
 
-LINEAR = Kernel(6, Struct("7P 6q 4i"))
-"""`LinearCall` of linear.c."""
+LINEAR = Kernel(6, Struct("8P 6q 4i"))
+"""`LinearCall` of linear.h."""
 
-EMBEDDING = Kernel(7, Struct("5P 5q 6i f"))
+TOP_K = Kernel(7, Struct("3P 4q 3i"))
+"""`TopKCall` of experts.c."""
+
+GROUP = Kernel(8, Struct("5P 3q"))
+"""`GroupCall` of experts.c."""
+
+GROUPED_LINEAR = Kernel(9, Struct("6P 7q 3i"))
+"""`GroupedCall` of grouped.c."""
+
+WEIGHTED_SUM = Kernel(10, Struct("4P 5q 2i"))
+"""`SumCall` of experts.c."""
+
+EMBEDDING = Kernel(11, Struct("5P 5q 6i f"))
 """`EmbeddingCall` of embedding.c."""
 
 SAMPLE = Struct("8P 3q 2i")

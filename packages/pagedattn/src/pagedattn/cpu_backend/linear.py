@@ -14,7 +14,7 @@ from pagedattn.packed import PackedWeight
 from pagedattn.quantized import Quantization
 
 # Words of a row are packed by so many, see kernels/product.h; a single row goes as it is if it is that long.
-_CHUNK = 16
+CHUNK = 16
 
 # The numbers that product.h gives quantised weights.
 _QUANTIZED: dict[Quantization, int] = {"int8": 4, "int8-dynamic": 5, "int4": 6}
@@ -47,9 +47,9 @@ def linear(
     if result.ndim != 2 or result.stride(1) != 1:
         result = out.new_empty((tokens, outputs))
     packed = None
-    in_place = tokens == 1 and x.dtype == torch.float32 and inputs % _CHUNK == 0
+    in_place = tokens == 1 and x.dtype == torch.float32 and inputs % CHUNK == 0
     if not in_place or weight.quantization == "int8-dynamic":
-        packed = torch.empty(tokens * (inputs + _CHUNK), dtype=torch.float32)
+        packed = torch.empty(tokens * (inputs + CHUNK), dtype=torch.float32)
     if bias is not None:
         bias = bias.contiguous()
     launch(
@@ -61,6 +61,7 @@ def linear(
         address(bias),
         result.data_ptr(),
         address(packed),
+        0,
         rows.stride(0),
         result.stride(0),
         tokens,

@@ -198,7 +198,8 @@ class Program:
         if place.made in self._returned:
             first = len(self._bases) - len(self._outputs)
             return _Patch(place.offset, 0, first + self._returned[place.made], 0)
-        return _Patch(place.offset, self._arena.offsets[place.made], _ARENA, 1)
+        offset = self._arena.offsets[place.made]
+        return _Patch(place.offset + offset.constant, offset.per_token, _ARENA, 1)
 
     def _error(self, index: int, error: int, given: Sequence[torch.Tensor]) -> Exception:
         if error < 0:

@@ -203,18 +203,27 @@ def _place(places: Sequence[Iterator[Place]]) -> Argument:
     return Argument(place, 0, 0)
 
 
-def per_token(first: Recording, second: Recording, made: int) -> int:
-    """Return the bytes per token of a tensor that both recordings made.
+class Size(NamedTuple):
+    """Bytes of a tensor: so many per token, or a number that is the same in each run."""
+
+    per_token: int
+    constant: int
+
+
+def size_of(first: Recording, second: Recording, made: int) -> Size:
+    """Return the size of a tensor that both recordings made.
 
     Raises:
-        CaptureError: its size is no multiple of the number of tokens.
+        CaptureError: it is neither a multiple of the number of tokens nor constant.
     """
     sizes = [recording.made[made].nbytes for recording in (first, second)]
     tokens = [recording.counts[1] for recording in (first, second)]
+    if sizes[0] == sizes[1]:
+        return Size(0, sizes[0])
     size, rest = divmod(sizes[0], tokens[0])
     if rest or sizes[1] != size * tokens[1]:
         raise CaptureError(f"a tensor of {sizes[0]} bytes is not made of the {tokens[0]} tokens'")
-    return size
+    return Size(size, 0)
 
 
 class Field(NamedTuple):

@@ -11,6 +11,12 @@ from pagedattn.torch_backend.activation import activation, gelu_and_mul, silu_an
 from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
 from pagedattn.torch_backend.embedding import embedding
+from pagedattn.torch_backend.experts import (
+    group_by_expert,
+    grouped_linear,
+    top_k_softmax,
+    weighted_sum,
+)
 from pagedattn.torch_backend.grouped import grouped_matmul
 from pagedattn.torch_backend.linear import linear, linear_panel
 from pagedattn.torch_backend.norm import layer_norm, rms_norm
@@ -24,6 +30,8 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "gelu_and_mul",
+    "group_by_expert",
+    "grouped_linear",
     "grouped_matmul",
     "layer_norm",
     "linear",
@@ -31,7 +39,9 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "top_k_softmax",
     "top_k_top_p_sample",
+    "weighted_sum",
     "write_kv",
 ]
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pagedattn.torch_backend.activation import activation
 from pagedattn.torch_backend.embedding import embedding
+from pagedattn.torch_backend.experts import (
+    group_by_expert,
+    multiply_groups,
+    top_k_softmax,
+    weighted_sum,
+)
 from pagedattn.torch_backend.norm import layer_norm
 from pagedattn.triton_backend.attention import attend, write_kv
 from pagedattn.triton_backend.copies import copy_blocks
@@ -20,6 +28,8 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "gelu_and_mul",
+    "group_by_expert",
+    "grouped_linear",
     "grouped_matmul",
     "layer_norm",
     "linear",
@@ -27,6 +37,11 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "top_k_softmax",
     "top_k_top_p_sample",
+    "weighted_sum",
     "write_kv",
 ]
+
+grouped_linear = partial(multiply_groups, grouped_matmul)
+"""See `pagedattn.grouped_linear`."""

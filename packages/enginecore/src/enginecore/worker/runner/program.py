@@ -42,7 +42,7 @@ def layer_program(model: Decoder, cache: Tensor, dtype: torch.dtype, limits: Ste
         )
     else:
         logger.info(
-            "the layers are one program: %d operations in %d segments, %.0f MiB for results between them",
+            "the layers are one program (operations: %d, segments: %d, memory for results: %.0f MiB)",
             program.num_operations,
             program.num_host_calls + 1,
             mebibytes,

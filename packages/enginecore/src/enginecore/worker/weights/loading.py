@@ -9,6 +9,7 @@ from collectives import Communicator, ExpertPlacement, ParallelLinear
 from enginecore.errors import ModelError
 from enginecore.model_files import ModelFiles
 from enginecore.worker.models.decoder import Decoder
+from enginecore.worker.models.experts import ExpertWeights
 from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.parallel import ModelParallel
 from enginecore.worker.weights import checkpoint
@@ -54,8 +55,8 @@ def load_decoder(
     packer = Packer(dtype, device, quantization)
     _fill(model, files, packer, on_loaded)
     for layer in model.modules():
-        if isinstance(layer, ParallelLinear):
-            packer.pack(layer)  # a head that is tied to the embedding
+        if isinstance(layer, ParallelLinear | ExpertWeights):
+            packer.pack(layer)  # a head that is tied to the embedding, experts of which this rank has none
     if model.embed is not None:
         packer.pack_embedding(model.embed, model.head)
     return model.eval()
@@ -119,11 +120,11 @@ def _fill(
         raise ModelError(f"{files.path}: {len(missing)} tensors are in no file, first {missing[0]}")
 
 
-def _layer_of(loader: Callable[[torch.Tensor], None]) -> ParallelLinear | None:
-    """Return the linear layer that a loader, a method or a partial of one, fills."""
+def _layer_of(loader: Callable[[torch.Tensor], None]) -> ParallelLinear | ExpertWeights | None:
+    """Return the linear layer or experts that a loader, a method or a partial of one, fills."""
     method = loader.func if isinstance(loader, partial) else loader
     owner = getattr(method, "__self__", None)
-    return owner if isinstance(owner, ParallelLinear) else None
+    return owner if isinstance(owner, ParallelLinear | ExpertWeights) else None
 
 
 def storage_dtype(files: ModelFiles) -> torch.dtype | None:

@@ -8,6 +8,7 @@ oneDNN's, by the operators that torch.compile emits.
 from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from collectives import ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.embedding import Embedding
-from enginecore.worker.models.experts import SparseFeedForward
-from pagedattn import Quantization, backend_name, linear, pack_linear
+from enginecore.worker.models.experts import ExpertWeights, SparseFeedForward
+from pagedattn import PackedExperts, Quantization, backend_name, linear, pack_experts, pack_linear
 
 _TYPICAL_TOKENS = 64
 """Rows that oneDNN's layout is chosen for; it serves any number."""
@@ -64,36 +65,38 @@ class OneDNNLinear:
 class Packer:
     """Packs the weights of linear layers in place; the plain one is kept only where others use it too.
 
-    Layers of which this rank holds nothing stay as they are, and so do experts, whose rows are multiplied in
-    groups, and layers of a dtype or on a device that nothing here packs for.
+    Layers of which this rank holds nothing stay as they are, and so do layers of a dtype or on a device that
+    nothing here packs for.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> None:
         self._quantization = quantization
         self._device = device
         self._kind = PackedLinear if quantization is not None else _kind(dtype, device)
-        self._awaited: Counter[ParallelLinear] = Counter()
+        self._awaited: Counter[ParallelLinear | ExpertWeights] = Counter()
         """Tensors that are still to be loaded."""
-        self._stored: dict[ParallelLinear, torch.dtype] = {}
+        self._stored: dict[ParallelLinear | ExpertWeights, torch.dtype] = {}
         """The type that the checkpoint has a layer's tensors in."""
 
-    def expect(self, layers: Iterable[ParallelLinear]) -> None:
+    def expect(self, layers: Iterable[ParallelLinear | ExpertWeights]) -> None:
         """Take note of the layers that tensors will be loaded into, a layer once for each tensor.
 
-        Those that will be packed have no memory until then, so that one after another uses the same.
+        Linear ones that will be packed have no memory until then, so that one after another uses the same.
         """
         self._awaited.update(layers)
         for layer in self._awaited:
-            if self._kind is not None and layer.weight.numel() and not _is_tied(layer):
+            if isinstance(layer, ExpertWeights) or self._kind is None:
+                continue
+            if layer.weight.numel() and not _is_tied(layer):
                 layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
 
     @contextmanager
-    def loading(self, layer: ParallelLinear | None, dtype: torch.dtype) -> Generator[None]:
+    def loading(self, layer: ParallelLinear | ExpertWeights | None, dtype: torch.dtype) -> Generator[None]:
         """Load one tensor of `dtype` into an expected layer; pack that after its last."""
         if layer is None:
             yield
             return
-        if layer.weight.is_meta:
+        if isinstance(layer, ParallelLinear) and layer.weight.is_meta:
             weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device=self._device)
             layer.weight = nn.Parameter(weight, requires_grad=False)
         yield
@@ -115,8 +118,14 @@ class Packer:
                 return
         embed.look_up_in(weight.to(_narrowest_dtype(weight, None)))
 
-    def pack(self, layer: ParallelLinear) -> None:
-        """Pack a layer whose weight is loaded, unless it is packed already."""
+    def pack(self, layer: ParallelLinear | ExpertWeights) -> None:
+        """Pack a layer whose weights are loaded, unless it is packed already."""
+        if isinstance(layer, ExpertWeights):
+            if layer.packed is None:
+                stored = self._stored.get(layer)
+                own = self._kind is PackedLinear
+                layer.pack(partial(_pack_experts, stored=stored) if own else pack_experts)
+            return
         weight = layer.weight
         if not weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
             return
@@ -171,6 +180,11 @@ def _kind(dtype: torch.dtype, device: torch.device) -> type[PackedLinear | OneDN
     known = operators <= set(torch._C._dispatch_get_all_op_names())
     packs = known and torch.backends.mkldnn.is_available() and dtype != torch.float16
     return OneDNNLinear if packs else None
+
+
+def _pack_experts(weight: Tensor, stored: torch.dtype | None) -> PackedExperts:
+    """Pack weights [experts, out, in] as `PackedLinear` does one."""
+    return pack_experts(weight, _narrowest_dtype(weight.flatten(0, 1), stored))
 
 
 def _narrowest_dtype(weight: Tensor, stored: torch.dtype | None) -> torch.dtype:

@@ -30,4 +30,4 @@ typedef struct {
 } Kernel;
 
 extern const Kernel norm_kernel, layer_norm_kernel, rotary_kernel, activation_kernel, write_kernel, attend_kernel,
-    linear_kernel, embedding_kernel;
+    linear_kernel, top_k_kernel, group_kernel, grouped_linear_kernel, weighted_sum_kernel, embedding_kernel;

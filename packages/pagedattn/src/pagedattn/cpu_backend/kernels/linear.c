@@ -1,6 +1,6 @@
 /* Matrix products of rows with a weight that was packed for them, whatever the number of rows. */
 
-#include "product.h"
+#include "linear.h"
 
 /* Words of a column by which weights are asked for before their use, where nothing has asked for them earlier. */
 #define AHEAD 64
@@ -13,18 +13,6 @@
 
 /* Multiplications that a second thread is worth waking for. */
 #define LEAST_PRODUCTS_PER_THREAD 65536
-
-/* Laid out as LINEAR of cpu_backend/arguments.py. Strides count elements. */
-typedef struct {
-    const void *x, *weight;     /* [rows, inputs], packed */
-    const void *scales;         /* INT8, INT8_DYNAMIC: FLOAT32 [panels, PANEL]; INT4: BFLOAT16 [panels, groups, PANEL] */
-    const int32_t *column_sums; /* INT8_DYNAMIC: [panels, PANEL] */
-    const void *bias;           /* [outputs], or NULL */
-    void *out;                  /* [rows, outputs] */
-    uint32_t *packed;           /* rows * (inputs + CHUNK) words; unused for what is read in place */
-    int64_t x_stride, out_stride, rows, inputs, outputs, group; /* inputs of a group, for INT4 */
-    int32_t type, weight_type, bias_type, threads;
-} LinearCall;
 
 /* Pieces of work are blocks of tiles times groups of panels. */
 typedef struct {
@@ -132,7 +120,7 @@ static void multiply_piece(const Grid *grid, int64_t piece) {
     int64_t block = piece / grid->groups, group = piece % grid->groups;
     int64_t first_tile = grid->tiles * block / grid->blocks, end_tile = grid->tiles * (block + 1) / grid->blocks;
     int64_t first_panel = grid->panels * group / grid->groups, end_panel = grid->panels * (group + 1) / grid->groups;
-    const uint32_t *x = is_in_place(call) ? call->x : call->packed;
+    const uint32_t *x = is_in_place(call) ? row_of(call, 0) : call->packed;
     float sums[TALLEST * PANEL] __attribute__((aligned(64)));
     for (int64_t index = first_panel; index < end_panel; index++) {
         Panel panel = panel_at(grid, index);
@@ -169,7 +157,7 @@ INLINE void pack_tile(const Grid *grid, int kind, int type, int64_t tile) {
     uint32_t *to = call->packed + row * grid->packed_words;
     for (int64_t k = 0; k < call->inputs; k += CHUNK * inputs_per_word(kind))
         for (int64_t r = 0; r < rows; r++, to += CHUNK)
-            pack_chunk(kind, type, at(type, call->x, (row + r) * call->x_stride), k, call->inputs - k, to);
+            pack_chunk(kind, type, row_of(call, row + r), k, call->inputs - k, to);
 }
 
 /* The least magnitude of a row that is told from 0: 127 / it is finite. */
@@ -191,7 +179,7 @@ INLINE void quantize_tile(const Grid *grid, int type, int64_t tile) {
     const LinearCall *call = grid->call;
     int64_t row = first_row(grid, tile), rows = first_row(grid, tile + 1) - row;
     for (int64_t r = 0; r < rows; r++) {
-        const void *x = at(type, call->x, (row + r) * call->x_stride);
+        const void *x = row_of(call, row + r);
         float highest = highest_magnitude(type, x, call->inputs);
         float factor = highest >= LEAST_MAGNITUDE ? 127.0f / highest : 0.0f;
         row_scales(grid)[row + r] = !(highest < INFINITY) ? NAN : factor ? highest / 127.0f : 0.0f;

@@ -18,7 +18,8 @@ static int64_t team_rank(void) { return 0; }
 
 /* By the numbers of cpu_backend/arguments.py. */
 static const Kernel *const KERNELS[] = {&norm_kernel,  &layer_norm_kernel, &rotary_kernel, &activation_kernel,
-                                        &write_kernel, &attend_kernel,     &linear_kernel, &embedding_kernel};
+                                        &write_kernel, &attend_kernel,     &linear_kernel, &top_k_kernel,
+                                        &group_kernel, &grouped_linear_kernel, &weighted_sum_kernel, &embedding_kernel};
 
 /* Bytes that the arguments of every kernel fit in. */
 #define MOST_BYTES 512
