@@ -26,7 +26,7 @@ static const Kernel *const KERNELS[] = {&norm_kernel,  &layer_norm_kernel, &rota
 
 struct Chunk {
     struct Chunk *next;
-    char memory[] __attribute__((aligned(64)));
+    char memory[];
 };
 
 void *take(Scratch *scratch, size_t bytes) {
