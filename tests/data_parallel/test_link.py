@@ -192,8 +192,15 @@ def test_ranks_are_told_of_a_wave_and_of_where_they_meet(address):
         for rank, link in enumerate((first, second)):
             link.register(RegisterRank(rank, 2, 0, 50, 8, group=3, wave=0))
         second.send(NeedWave(1, 0))
-        for messages in received([first, second]):
-            assert [message for message in messages if message != meeting][-1] == StartWave(1)
+        found = [[], []]
+
+        def all_have() -> bool:
+            for got, link in zip(found, (first, second)):
+                got += [message for message in link.receive() if message != meeting]
+            return all(found)
+
+        wait_for(all_have)
+        assert [got[-1] for got in found] == [StartWave(1)] * 2
 
 
 def test_a_wish_for_a_wave_outlives_the_coordinator(address):
