@@ -320,7 +320,7 @@ def test_the_client_times_each_piece_of_a_stream_of_chunks():
     thread.join()
     assert (answer.tokens, len(answer.pieces)) == (3, 3)
     assert answer.sent < answer.pieces[0] < answer.pieces[1] < answer.pieces[2] <= answer.ended
-    assert 0.05 < seconds < 5
+    assert answer.ended - answer.sent <= seconds
 
 
 def test_the_client_reads_a_whole_answer_and_refuses_one_that_is_too_short():

@@ -1,4 +1,4 @@
-"""What the machine could do at most: memory reads, matrix products, and the rates they allow a model.
+"""Roofline: measured memory reads and matrix products, and the rates they allow a model.
 
 `python -m compare.limits` measures, with as many threads as OMP_NUM_THREADS says.
 """

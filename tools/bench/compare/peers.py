@@ -1,4 +1,4 @@
-"""What is compared: engines, the versions of those that are not ours, and what each of them can do."""
+"""Engines that are compared: versions of those that are not ours, and the workloads each can run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Environment:
-    """What to install with uv. torch, where it is needed, is a build for CPUs."""
+    """Packages to install with uv. torch, where it is needed, is a build for CPUs."""
 
     requirements: tuple[str, ...]
     excludes: tuple[str, ...] = ()

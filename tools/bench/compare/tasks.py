@@ -1,4 +1,4 @@
-"""What one record measures, and the order of the records."""
+"""Tasks, one a record, and their order."""
 
 import json
 from collections.abc import Sequence

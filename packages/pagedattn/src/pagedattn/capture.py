@@ -22,7 +22,7 @@ class CaptureError(ValueError):
 
 
 class Program(Protocol):
-    """What `capture` recorded, for any number of tokens up to `max_tokens`.
+    """A recorded function, for any number of tokens up to `max_tokens`.
 
     On a CPU, kernels that run one after another by one team of threads; on a CUDA device, graphs of decode
     steps, while the function runs all other steps.
