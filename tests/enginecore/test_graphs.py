@@ -11,7 +11,7 @@ import torch
 
 import graph_stand_ins
 from checkpoints import llama_config, mixtral_config, save_random
-from cores import Ask, run, start_core
+from cores import run, start_core
 from enginecore.config import make_config
 from enginecore.model_files import locate
 from enginecore.worker.runner.program import StepLimits, graph_bytes, layer_program
@@ -19,22 +19,13 @@ from enginecore.worker.worker import Worker
 from graph_stand_ins import RerunRecorder
 from pagedattn import CaptureError, KVLayout, allocate, cuda_graphs
 from pagedattn.cuda_graphs import GraphProgram, graph_shapes
+from schedules import SCHEDULES, asks
 
 MODELS = {
     "llama": llama_config(),
     "llama, dynamic rope": llama_config(
         max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     ),
-}
-SCHEDULES = {
-    "whole prompts": {},
-    "chunks, prefix hits and preemptions": {
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 5,
-        "block_size": 4,
-        "num_blocks_override": 30,
-        "max_model_len": 100,
-    },
 }
 
 
@@ -51,12 +42,6 @@ def recorders(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "LENGTH", 24)
     monkeypatch.setattr("enginecore.worker.runner.program.capture", capture)
     return made
-
-
-def asks():
-    """Prompts of many lengths, some with a prefix in common."""
-    prefix = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    return [Ask(prefix[: 4 * (number % 3)] + [7 + number] * (1 + 9 * number % 40), 12) for number in range(8)]
 
 
 def answers(model, **options):

@@ -31,6 +31,7 @@ from enginecore.model_files import locate
 from enginecore.worker.runner.program import StepLimits, layer_program
 from pagedattn import KVLayout, allocate
 from pagedattn.cpu_backend import arguments
+from schedules import SCHEDULES, asks
 
 CONFIGS = {
     "llama": llama_config(),
@@ -53,27 +54,10 @@ CONFIGS = {
     "starcoder2": Starcoder2Config(**random_sizes(use_bias=True)),
 }
 
-SCHEDULES = {
-    "whole prompts": {},
-    "chunks, prefix hits and preemptions": {
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 5,
-        "block_size": 4,
-        "num_blocks_override": 30,
-        "max_model_len": 100,
-    },
-}
-
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request, tmp_path_factory):
     return save_random(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
-
-
-def asks():
-    """Prompts of many lengths, some with a prefix in common."""
-    prefix = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    return [Ask(prefix[: 4 * (number % 3)] + [7 + number] * (1 + 9 * number % 40), 12) for number in range(8)]
 
 
 def answers(model, **options):
