@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from pagedattn.packed import PackedWeight
 
@@ -23,7 +24,11 @@ def embedding(
     if first is not None:
         elsewhere = (ids < first) | (ids >= first + table.outputs)
         ids = (ids - first).masked_fill(elsewhere, 0)
-    x = (table.rows(ids).to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+    # The lookup in a plain table does not wait for a device, as a check of the ids would.
+    x = table.rows(ids) if table.panel else F.embedding(ids, table.data)
+    if scale != 1:
+        x = x.to(torch.promote_types(dtype, torch.float32)) * scale
+    x = x.to(dtype)
     if positions is not None and position_table is not None:
         x = (x + position_table[positions]).to(dtype)
     return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(-1), 0)

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from collectives import Communicator, VocabParallelEmbedding
 from enginecore.worker.models.norms import copy_checked
@@ -22,10 +21,6 @@ class PositionEmbedding(nn.Module):
         """Take the checkpoint's weight [positions, size]."""
         copy_checked(weight, self.weight)
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """Return [tokens, size] of positions int64 [tokens]."""
-        return F.embedding(positions, self.weight)
-
 
 class Embedding(nn.Module):
     """Token embeddings, scaled where the family does it, plus learned positions where it has them."""
@@ -39,31 +34,26 @@ class Embedding(nn.Module):
         # Gemma was trained with the factor rounded to the type of its weights.
         self._dtype = self.tokens.weight.dtype
         rounded = torch.tensor(spec.hidden_size**0.5, dtype=self._dtype, device="cpu")
-        self.scale = rounded.item() if spec.scale_embeddings else None
+        self.scale = rounded.item() if spec.scale_embeddings else 1.0
         self._comm = comm
         self._reduce = all_reduce_of(comm)
         self._table: PackedWeight | Tensor | None = None
 
     def look_up_in(self, table: PackedWeight | Tensor) -> None:
-        """Look tokens up in `table`, this rank's part of the weight, by pagedattn's kernel from now on."""
+        """Look tokens up in `table`, this rank's part of the weight, from now on; free the plain weight."""
         self._table = table
         self.tokens.weight = nn.Parameter(self.tokens.weight.new_empty(0), requires_grad=False)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return hidden states [tokens, hidden] of ids and positions int64 [tokens]."""
-        if self._table is not None:
-            x = embedding(
-                ids,
-                self._table,
-                self._dtype,
-                scale=1.0 if self.scale is None else self.scale,
-                first=None if self._comm.size == 1 else self.tokens.start,
-                positions=None if self.positions is None else positions,
-                position_table=None if self.positions is None else self.positions.weight,
-            )
-            self._reduce(x)
-            return x
-        x = self.tokens(ids)
-        if self.scale is not None:
-            x = x * self.scale
-        return x if self.positions is None else x + self.positions(positions)
+        x = embedding(
+            ids,
+            self.tokens.weight if self._table is None else self._table,
+            self._dtype,
+            scale=self.scale,
+            first=None if self._comm.size == 1 else self.tokens.start,
+            positions=None if self.positions is None else positions,
+            position_table=None if self.positions is None else self.positions.weight,
+        )
+        self._reduce(x)
+        return x
