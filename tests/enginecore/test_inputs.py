@@ -1,26 +1,31 @@
 """What the model is given for a step."""
 
 import numpy as np
+import pytest
 import torch
 
 from enginecore.worker.runner.inputs import build_inputs
 
 
-def inputs(rows, starts, counts, tables):
+def inputs(rows, starts, counts, tables, on_host=True):
     tables = np.array(tables, np.int32)
+    tokens = torch.arange(40, dtype=torch.int32).view(4, 10)
     return build_inputs(
         np.array(rows),
         np.array(starts),
         np.array(counts),
-        tokens=torch.arange(40, dtype=torch.int32).view(4, 10),
+        tokens=tokens,
+        host_tokens=tokens.numpy() if on_host else None,
         block_tables=torch.from_numpy(tables),
         host_tables=tables,
         block_size=2,
     )
 
 
-def test_decodes_come_first_and_keep_their_order():
-    made = inputs([2, 0, 3, 1], [0, 4, 1, 6], [3, 1, 2, 1], np.arange(20).reshape(4, 5))
+@pytest.mark.parametrize("on_host", [True, False])
+def test_decodes_come_first_and_keep_their_order(on_host):
+    made = inputs([2, 0, 3, 1], [0, 4, 1, 6], [3, 1, 2, 1], np.arange(20).reshape(4, 5), on_host)
+    assert made.ids.dtype == torch.int64
     assert made.order.tolist() == [1, 3, 0, 2]
     assert made.ids.tolist() == [4, 16, 20, 21, 22, 31, 32]
     assert made.positions.tolist() == [4, 6, 0, 1, 2, 1, 2]
@@ -39,6 +44,7 @@ def test_block_tables_of_neighbours_are_not_copied():
             np.array(starts),
             np.array(counts),
             tokens=torch.zeros(4, 10, dtype=torch.int32),
+            host_tokens=None,
             block_tables=tables,
             host_tables=tables.numpy(),
             block_size=2,

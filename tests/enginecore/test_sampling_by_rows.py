@@ -84,8 +84,8 @@ def sample_row(logits, request):
         seeds=torch.from_numpy(seed),
         positions=torch.tensor([len(request.tokens)]),
     )
-    chosen = int(token.clamp(0, len(logits) - 1))
-    finite = bool(changed[chosen].isfinite())
+    chosen = int(token.clamp(min=0))
+    finite = bool(changed[~changed.isnan()].amax().isfinite()) if not changed.isnan().all() else False
     found = None if params.logprobs is None else row_logprobs(raw, chosen, params.logprobs)
     return Row(chosen if finite else NOT_FINITE, found)
 

@@ -16,9 +16,10 @@ from pagedattn.norm import layer_norm, rms_norm
 from pagedattn.packed import PackedExperts, PackedWeight
 from pagedattn.quantized import Quantization
 from pagedattn.rotary import rotary
-from pagedattn.sampling import top_k_top_p_sample
+from pagedattn.sampling import NOT_FINITE, top_k_top_p_sample
 
 __all__ = [
+    "NOT_FINITE",
     "AttentionBatch",
     "BackendUnavailable",
     "CaptureError",

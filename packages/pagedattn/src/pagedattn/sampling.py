@@ -37,6 +37,9 @@ from pagedattn.backends import backend_of
 BIN = 128
 """Consecutive token ids that are drawn from together; see above."""
 
+NOT_FINITE = -1
+"""In the place of a token id, of a row whose likeliest logit is NaN or infinite."""
+
 SMALLEST_TEMPERATURE = 2.0**-126
 """The smallest normal float32: temperatures below count as 0."""
 
@@ -61,7 +64,7 @@ def top_k_top_p_sample(
     positions: torch.Tensor,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """A token id for each row of `logits [n, vocab]` (float32, float16 or bfloat16); int64 `[n]`.
+    """A token id, or NOT_FINITE, for each row of `logits [n, vocab]` (float32, float16, bfloat16); int64 `[n]`.
 
     The settings are columns `[n]` on the same device, and their order is vLLM's:
 
@@ -71,8 +74,8 @@ def top_k_top_p_sample(
     - `top_p` float32, above 0 … 1: 1 keeps all;
     - `seeds` int64, any bits, and `positions` int64: what the draw is made of; see the module.
 
-    -inf is never drawn, unless a row has nothing else: then it is id 0. On a device nothing waits for the
-    columns, so their values are not checked. Raises ValueError when shapes, dtypes or devices do not fit
+    A row with no finite logit to choose, or whose choice is +inf, gets NOT_FINITE. On a device nothing waits
+    for the columns, so their values are not checked. Raises ValueError when shapes, dtypes or devices do not fit
     together.
     """
     if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedattn.sampling import BIN, SMALLEST_TEMPERATURE
+from pagedattn.sampling import BIN, NOT_FINITE, SMALLEST_TEMPERATURE
 from pagedattn.torch_backend.philox import gumbel
 
 # With a nucleus to find, this many most likely tokens are sorted first; most often they suffice.
@@ -59,7 +59,8 @@ def top_k_top_p_sample(
     for picked, draw in ((greedy, _argmax), (~greedy & ~cut, _draw_uncut), (cut, _draw_cut)):
         if picked.any():
             tokens[picked] = draw(rows.take(picked))
-    return tokens
+    finite = logits.gather(-1, tokens[:, None])[:, 0].isfinite()
+    return tokens.where(finite, NOT_FINITE)
 
 
 def _argmax(rows: _Rows) -> torch.Tensor:

@@ -13,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedattn import sampling
 from pagedattn.sampling import BIN, SMALLEST_TEMPERATURE
 
 TILE = 4096
 LARGEST = tl.constexpr(3.4028234663852886e38)
+NOT_FINITE = tl.constexpr(sampling.NOT_FINITE)
 
 
 @triton.jit
@@ -97,6 +99,13 @@ def gumbel(seed, position, stage, index):
     return -tl.log(-tl.log((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
 
 
+@triton.jit
+def store_finite(to, row, token):
+    """Store `token`, or NOT_FINITE where its logit is NaN or infinite."""
+    logit = tl.load(row + token).to(tl.float32)
+    tl.store(to, tl.where(tl.abs(logit) <= LARGEST, token.to(tl.int64), NOT_FINITE))
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def sample_kernel(
     tokens,
@@ -119,7 +128,7 @@ def sample_kernel(
     highest, best_token = find_highest(row, vocab, TILE)
     degree = tl.load(temperature + number)
     if degree < SMALLEST_TEMPERATURE:
-        tl.store(tokens + number, best_token.to(tl.int64))
+        store_finite(tokens + number, row, best_token)
         return
     highest = tl.maximum(highest, -LARGEST)
     rate = 1.0 / degree
@@ -154,7 +163,7 @@ def sample_kernel(
     score = tl.div_rn(drawn - highest, degree).to(tl.float64) + gumbel(seed, position, 1, token)
     score = tl.where((drawn >= least) & (token < vocab), score, -float("inf"))
     best = tl.min(tl.where(score == tl.max(score, axis=0), token, 2147483647), axis=0)
-    tl.store(tokens + number, best.to(tl.int64))
+    store_finite(tokens + number, row, best)
 
 
 def top_k_top_p_sample(

@@ -16,6 +16,8 @@ class InputBuffers:
     def __init__(self, max_rows: int, max_len: int, max_blocks: int, device: torch.device) -> None:
         # From numpy, whose zeroed memory takes none until it is written.
         self.tokens = torch.from_numpy(np.zeros((max_rows, max_len), np.int32)).to(device)
+        self.host_tokens = self.tokens.numpy() if self.tokens.device.type == "cpu" else None
+        """The same memory, where the host has it: numpy indexes small arrays faster than torch."""
         self.block_tables = torch.from_numpy(np.zeros((max_rows, max_blocks), np.int32)).to(device)
         on_host = self.block_tables.device.type == "cpu"
         self.host_tables = (

@@ -33,6 +33,7 @@ def build_inputs(
     counts: np.ndarray,
     *,
     tokens: Tensor,
+    host_tokens: np.ndarray | None,
     block_tables: Tensor,
     host_tables: np.ndarray,
     block_size: int,
@@ -40,7 +41,7 @@ def build_inputs(
     """Return the inputs for running `counts` tokens of each of `rows` from position `starts` on.
 
     `tokens` is int32 [max_rows, max_len] and `block_tables` int32 [max_rows, max_blocks], both on the
-    model's device; `host_tables` holds the same block tables. Nothing is read back from the device.
+    model's device; `host_tokens` is the same memory on a CPU, `host_tables` holds the same block tables. Nothing is read back from the device.
     """
     # Where all rows of a range decode, as in most steps, their block tables need not be gathered.
     order = np.lexsort((rows, counts > 1))
@@ -55,7 +56,13 @@ def build_inputs(
 
     device = tokens.device
     d_rows, d_lengths, d_starts = upload_integers([rows, lengths, query_starts], device, np.int32)
-    d_token_rows, d_positions, d_slots = upload_integers([token_rows, positions, slots], device)
+    if host_tokens is None:
+        d_positions, d_slots, d_token_rows = upload_integers([positions, slots, token_rows], device)
+        ids = tokens[d_token_rows, d_positions].long()
+    else:
+        d_positions, d_slots, ids = upload_integers(
+            [positions, slots, host_tokens[token_rows, positions]], device
+        )
     max_length = int(lengths.max())
     used_blocks = -(-max_length // block_size)
     batch = AttentionBatch(
@@ -68,7 +75,6 @@ def build_inputs(
         num_decodes=int((counts == 1).sum()),
         shared_prefix=_shared_prefix(rows, counts, lengths, host_tables, block_size),
     )
-    ids = tokens[d_token_rows, d_positions].long()
     return ModelInputs(order, ids, d_positions, batch, d_rows, query_starts[1:] - 1, query_starts)
 
 

@@ -124,6 +124,7 @@ class Runner:
             plan.starts,
             plan.counts,
             tokens=self._buffers.tokens,
+            host_tokens=self._buffers.host_tokens,
             block_tables=self._buffers.block_tables,
             host_tables=self._buffers.host_tables,
             block_size=self._block_size,

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from enginecore.executor.step import NOT_FINITE
 from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
 from enginecore.worker.sampling.columns import Part, SamplingColumns
@@ -14,7 +13,7 @@ from enginecore.worker.sampling.logprobs import LogprobColumns
 from enginecore.worker.sampling.penalties import HELD
 from enginecore.worker.sampling.state import SamplingState
 from enginecore.worker.upload import upload_integers
-from pagedattn import top_k_top_p_sample
+from pagedattn import NOT_FINITE, top_k_top_p_sample
 
 
 class SamplingRows(NamedTuple):
@@ -47,16 +46,14 @@ def sample(logits: Tensor, batch: SamplingRows, tokens: Tensor, state: SamplingS
     """
     columns = state.columns(batch.rows, batch.lengths, logits.dtype, logits.device)
     drawn = [_draw(logits, part, columns, batch, tokens) for part in columns.parts]
-    if columns.order is None:
-        chosen, finite = drawn[0]
-    else:
-        chosen, finite = (torch.cat(column)[columns.order] for column in zip(*drawn, strict=True))
+    chosen = drawn[0] if columns.order is None else torch.cat(drawn)[columns.order]
     logprobs = []
+    reported = chosen.clamp(min=0) if columns.logprobs else chosen
     for index, rows, width in columns.logprobs:
         found = LogprobColumns(index, np.ones(len(index), np.int64), width, logits.shape[-1], logits.device)
-        found.write(0, logits, chosen if rows is None else chosen[rows], rows)
+        found.write(0, logits, reported if rows is None else reported[rows], rows)
         logprobs.append(found)
-    return Sampled(torch.where(finite, chosen, NOT_FINITE), logprobs)
+    return Sampled(chosen, logprobs)
 
 
 def sample_with_everything(logits: Tensor, max_logprobs: int) -> None:
@@ -76,8 +73,8 @@ def sample_with_everything(logits: Tensor, max_logprobs: int) -> None:
 
 def _draw(
     logits: Tensor, part: Part, columns: SamplingColumns, batch: SamplingRows, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return a token for each row of `part`, int64 [m], and whether its logit is finite, bool [m]."""
+) -> Tensor:
+    """Return a token, or NOT_FINITE, for each row of `part`, int64 [m]."""
     positions = batch.device_lengths
     if part.rows is not None:
         logits, positions = logits[part.rows], positions[part.rows]
@@ -88,12 +85,13 @@ def _draw(
             columns.constraints.apply(logits, batch.device_lengths, tokens)
         if columns.penalties is not None:
             columns.penalties.apply(logits, batch.lengths, batch.device_lengths, tokens)
-    chosen = _choose(logits, part, positions).clamp(0, logits.shape[-1] - 1)
-    # Where all logits are NaN so is the chosen one: to look at it costs nothing.
-    return chosen, logits.gather(-1, chosen[:, None])[:, 0].isfinite()
-
-
-def _choose(logits: Tensor, part: Part, positions: Tensor) -> Tensor:
     if part.settings is None:
-        return logits.argmax(-1)
+        return _highest(logits)
     return top_k_top_p_sample(logits, **part.settings._asdict(), positions=positions)
+
+
+def _highest(logits: Tensor) -> Tensor:
+    """Return the likeliest token of each row by the device's own argmax, or NOT_FINITE."""
+    chosen = logits.argmax(-1)
+    # Where all logits are NaN so is the chosen one: to look at it costs nothing.
+    return chosen.where(logits.gather(-1, chosen[:, None])[:, 0].isfinite(), NOT_FINITE)

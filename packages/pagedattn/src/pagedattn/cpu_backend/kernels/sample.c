@@ -208,6 +208,13 @@ INLINE int64_t sample_row(const SampleCall *call, int type, int64_t index, const
     return draw(space, &row, stream);
 }
 
+/* The sampled id, or NOT_FINITE of sampling.py where its logit is NaN or infinite. */
+INLINE int64_t sample_finite(const SampleCall *call, int type, int64_t index, const Space *space) {
+    int64_t token = sample_row(call, type, index, space);
+    float logit = load_one(type, at(type, call->logits, index * call->stride), token);
+    return fabsf(logit) <= FLT_MAX ? token : -1;
+}
+
 /* Returns 0, or -1 when memory is short. */
 int octavo_sample(const SampleCall *call) {
     int threads = call->rows < call->threads ? call->rows : call->threads, failed = 0;
@@ -223,11 +230,11 @@ int octavo_sample(const SampleCall *call) {
         for (int64_t row = 0; row < call->rows; row++) {
             if (!memory) continue;
             if (call->type == FLOAT32)
-                call->tokens[row] = sample_row(call, FLOAT32, row, &space);
+                call->tokens[row] = sample_finite(call, FLOAT32, row, &space);
             else if (call->type == FLOAT16)
-                call->tokens[row] = sample_row(call, FLOAT16, row, &space);
+                call->tokens[row] = sample_finite(call, FLOAT16, row, &space);
             else
-                call->tokens[row] = sample_row(call, BFLOAT16, row, &space);
+                call->tokens[row] = sample_finite(call, BFLOAT16, row, &space);
         }
         free(memory);
     }
