@@ -170,5 +170,5 @@ def test_a_step_does_not_grow_with_layers_and_rows(config, tmp_path, monkeypatch
     assert counts_of_a_step(six, 16, monkeypatch) == alone
     dispatches, kernels = alone
     assert kernels == 1  # the head's product
-    assert dispatches <= 20
+    assert dispatches <= 21  # 17 in `Runner.run`, 4 to read its result
     assert torch.is_inference_mode_enabled() is False

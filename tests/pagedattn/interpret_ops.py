@@ -15,6 +15,7 @@ import torch
 from sampling_reference import draw
 
 from pagedattn import (
+    NOT_FINITE,
     copy_blocks,
     gelu_and_mul,
     grouped_linear,
@@ -24,7 +25,6 @@ from pagedattn import (
     rotary,
     silu_and_mul,
     top_k_top_p_sample,
-    NOT_FINITE,
 )
 
 SINGLE, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16

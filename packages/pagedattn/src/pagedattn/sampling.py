@@ -64,9 +64,10 @@ def top_k_top_p_sample(
     positions: torch.Tensor,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """A token id, or NOT_FINITE, for each row of `logits [n, vocab]` (float32, float16, bfloat16); int64 `[n]`.
+    """A token id, or NOT_FINITE, for each row of `logits [n, vocab]`; int64 `[n]`.
 
-    The settings are columns `[n]` on the same device, and their order is vLLM's:
+    Logits are float32, float16 or bfloat16. The settings are columns `[n]` on the same device, and their
+    order is vLLM's:
 
     - `temperature` float32: 0 takes the largest logit, the lowest id on ties, and ignores the rest;
     - `min_p` float32, 0 … 1: 0 keeps all;
@@ -75,8 +76,8 @@ def top_k_top_p_sample(
     - `seeds` int64, any bits, and `positions` int64: what the draw is made of; see the module.
 
     A row with no finite logit to choose, or whose choice is +inf, gets NOT_FINITE. On a device nothing waits
-    for the columns, so their values are not checked. Raises ValueError when shapes, dtypes or devices do not fit
-    together.
+    for the columns, so their values are not checked. Raises ValueError when shapes, dtypes or devices do not
+    fit together.
     """
     if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
         raise ValueError(

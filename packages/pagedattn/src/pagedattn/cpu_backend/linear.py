@@ -43,7 +43,7 @@ def linear(
         return out
     rows = dense(x if x.ndim == 2 else x.reshape(-1, inputs))
     tokens = rows.shape[0]
-    result = out.view(tokens, outputs) if out.is_contiguous() else out
+    result = out.view(tokens, outputs) if out.ndim != 2 and out.is_contiguous() else out
     if result.ndim != 2 or result.stride(1) != 1:
         result = out.new_empty((tokens, outputs))
     packed = None

@@ -41,7 +41,8 @@ def build_inputs(
     """Return the inputs for running `counts` tokens of each of `rows` from position `starts` on.
 
     `tokens` is int32 [max_rows, max_len] and `block_tables` int32 [max_rows, max_blocks], both on the
-    model's device; `host_tokens` is the same memory on a CPU, `host_tables` holds the same block tables. Nothing is read back from the device.
+    model's device; `host_tokens` is the same memory where that is a CPU, and `host_tables` holds the same
+    block tables. Nothing is read back from the device.
     """
     # Where all rows of a range decode, as in most steps, their block tables need not be gathered.
     order = np.lexsort((rows, counts > 1))
