@@ -10,3 +10,6 @@ STORIES = DATA / "demo-stories"
 AZURE_CONVERSATION = DATA / "traces" / "azure_conversation.csv"
 AZURE_CODE = DATA / "traces" / "azure_code.csv"
 MOONCAKE_CONVERSATION = DATA / "traces" / "mooncake_conversation.jsonl"
+
+TLS = DATA / "tls"
+"""A certificate for localhost and its key."""

@@ -166,6 +166,9 @@ class ScriptedEngine:
         self.stats = EngineStats()
         self.ranks_down: dict[int, str] = {}
         self.error: str | None = None
+        self.on_load: Callable[[int, int], None] = lambda waiting, unfinished: None
+        self.queue_seconds = 0.0
+        self.prefix_cache_resets = 0
         self.is_ready = True
         self.failure: OctavoError | None = None
         self.loading = asyncio.Event()
@@ -219,6 +222,9 @@ class ScriptedEngine:
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
             return [_joined(outputs, params)]
         return [*(replace(output, finished=False) for output in outputs[:-1]), outputs[-1]]
+
+    async def reset_prefix_cache(self) -> None:
+        self.prefix_cache_resets += 1
 
     def interrupt(self, stream: ScriptedStream, error: OctavoError) -> None:
         if not stream.ended:

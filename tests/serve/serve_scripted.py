@@ -18,7 +18,7 @@ from enginecore.errors import ModelError
 from enginecore.options import OptionParser
 from octavo_serve import cli
 from octavo_serve.config import ServeConfig
-from octavo_serve.listening import listen
+from octavo_serve.listening import open_listener
 from octavo_serve.server import run
 from octavo_serve.supervisor import announce
 
@@ -59,7 +59,7 @@ class ToldEngine(ScriptedEngine):
 def serve() -> int:
     parser = OptionParser("octavo-serve", "", "0", {"engine": EngineConfig, "server": ServeConfig})
     engine, options = parser.read()
-    listener = listen(options.host, options.port)
+    listener = open_listener(options)
     announce(listener, engine, options)
     return run(listener, cast(Any, ToldEngine), options)
 

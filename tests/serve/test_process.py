@@ -32,7 +32,7 @@ class Server:
             text=True,
         )
         self.lines: list[str] = []
-        self.url = self.wait_for(r"listening on (http://\S+),")[1]
+        self.url = self.wait_for(r"listening on ((?:https?://|unix:)\S+),")[1]
         self.client = httpx.Client(base_url=self.url, timeout=10)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
@@ -287,6 +287,15 @@ def test_a_signal_before_the_server_starts_is_not_lost():
         (["--port", "x"], "port must be an integer, got 'x' (from --port)"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout must be finite"),
         (["--api-key", ""], "api_key is empty"),
+        (["--api-key", "two words"], "api_key: a key may hold visible ASCII characters only"),
+        (["--api-key-file", "/no/such"], "api_key_file /no/such: No such file"),
+        (["--max-requests-per-key", "2"], "max_requests_per_key needs api_key"),
+        (["--max-queue", "0"], "max_queue must be at least 1"),
+        (["--root-path", "llm/"], "root_path must be like /llm"),
+        (["--ssl-keyfile", "k"], "ssl_keyfile and ssl_ca_certs need ssl_certfile"),
+        (["--ssl-certfile", "/no/such"], "ssl_certfile /no/such: No such file"),
+        (["--uds", "/no/such/folder/s"], "cannot listen on /no/such/folder/s: No such file"),
+        (["--uds", __file__], f"cannot listen on {__file__}: a file is in the way"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["serve", "one", "--model", "other"], "the model is named twice: one and --model other"),
         (["serve", "m", "--trust-remote-code"], "trust_remote_code=true is not supported: no code"),

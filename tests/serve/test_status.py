@@ -113,7 +113,7 @@ async def test_http_requests_are_counted_by_route_and_status(client):
 
 
 async def test_api_key(engine):
-    async with client_of(engine, api_key="secret") as client:
+    async with client_of(engine, api_key=("secret",)) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = await client.get("/v1/models", headers=headers)
             assert response.status_code == 401
@@ -129,7 +129,7 @@ async def test_cors_is_off_unless_asked_for(engine):
     headers = {"origin": "http://page"}
     async with client_of(engine) as client:
         assert "access-control-allow-origin" not in (await client.get("/health", headers=headers)).headers
-    async with client_of(engine, cors_origins=("http://page",), api_key="secret") as client:
+    async with client_of(engine, cors_origins=("http://page",), api_key=("secret",)) as client:
         response = await client.get("/health", headers=headers)
         assert response.headers["access-control-allow-origin"] == "http://page"
         preflight = {**headers, "access-control-request-method": "POST"}

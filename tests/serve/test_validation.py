@@ -1,9 +1,12 @@
 """What the server says to requests that are wrong, and to odd ones that are right."""
 
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+
+from octavo_serve.app import create_app
+from octavo_serve.config import ServeConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -332,9 +335,19 @@ async def test_chat_logprobs_limits(client):
     assert error_of(await chat(client, logprobs=5))["param"] == "logprobs"
 
 
-async def test_a_body_beyond_the_limit(client, monkeypatch):
-    monkeypatch.setattr("octavo_serve.routes.requests.MAX_BODY_BYTES", 100)
-    assert "larger than 100 bytes" in error_of(await complete(client, prompt="a" * 200), 413)["message"]
+async def test_a_body_beyond_the_limit(engine):
+    app = create_app(cast(Any, engine), ServeConfig(max_body_bytes=100))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        assert "larger than 100 bytes" in error_of(await complete(client, prompt="a" * 200), 413)["message"]
+        headers = {"content-type": "application/json"}
+
+        async def pieces():
+            for _ in range(3):
+                yield b"a" * 50
+
+        unannounced = await client.post("/v1/completions", content=pieces(), headers=headers)
+        assert unannounced.status_code == 413
+        assert (await complete(client, prompt="hi")).status_code == 200
 
 
 async def test_a_fault_of_the_server_is_told_without_details(client, engine, caplog):

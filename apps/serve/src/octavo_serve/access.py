@@ -1,13 +1,16 @@
 """A line in the log for each HTTP request, and its count by route and status."""
 
 import logging
+import re
 import time
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginecore import RequestOutput
+from octavo_serve.root_path import route_path
 
 if TYPE_CHECKING:
     from enginecore.metrics import Metrics
@@ -19,8 +22,9 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _CLIENT_LEFT = 499
 """Logged and counted where a client went away before its answer began, as nginx does."""
 _LONGEST_PATH = 200
-_RECORD = "octavo.record"
-"""Key of the request's record in its ASGI scope."""
+_RECORD, _ID = "octavo.record", "octavo.request_id"
+"""Keys of the request's record and id in its ASGI scope."""
+_HARMLESS_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +75,18 @@ class RequestRecord:
         return {**found, "finish": ",".join(dict.fromkeys(reasons))}
 
 
+def request_id(request: Request) -> str:
+    """Return the id of a request that `AccessLog` let through: its X-Request-Id, else a new one."""
+    return request.scope[_ID]
+
+
 def record_of(request: Request) -> RequestRecord:
     """Return the record of a request that `AccessLog` let through."""
     return request.scope[_RECORD]
 
 
 class AccessLog:
-    """Logs and counts every HTTP request once it has been answered."""
+    """Gives every HTTP request an id, which its answer carries; logs and counts it once it is answered."""
 
     def __init__(self, app: ASGIApp, metrics: "Metrics", routes: frozenset[str]) -> None:
         """`routes` are the paths of requests that were refused before they were routed."""
@@ -90,6 +99,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = scope[_RECORD] = RequestRecord()
+        identity = scope[_ID] = _identity(scope)
         started = time.perf_counter()
         status = _CLIENT_LEFT
 
@@ -97,6 +107,8 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                own = (b"x-request-id", identity.encode())
+                message = {**message, "headers": [*message.get("headers", ()), own]}
             await send(message)
 
         try:
@@ -108,7 +120,7 @@ class AccessLog:
             self._log(scope, record, status, time.perf_counter() - started)
 
     def _log(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
-        path = scope["path"]
+        path = route_path(scope)
         route = scope["route"].path if "route" in scope else path if path in self._routes else "none"
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.answered(method, route, status)
@@ -121,8 +133,14 @@ class AccessLog:
                     "method": method,
                     "path": path[:_LONGEST_PATH],
                     "status": status,
+                    **({"key": scope["octavo.key"]} if scope.get("octavo.key") else {}),
                     **record.fields(),
                     "total": seconds,
                 }
             },
         )
+
+
+def _identity(scope: Scope) -> str:
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return given if _HARMLESS_ID.fullmatch(given) else uuid4().hex

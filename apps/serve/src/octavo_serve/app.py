@@ -13,8 +13,10 @@ from octavo_serve.access import AccessLog
 from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
+from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
-from octavo_serve.routes import experts, generate, models, status
+from octavo_serve.root_path import RootPath
+from octavo_serve.routes import admin, experts, generate, models, status
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ _ROUTES = (
     ("GET", "/load", status.load, None),
     ("GET", "/metrics", status.metrics, None),
 )
+
+_ADMIN_ROUTES = (("POST", "/reset_prefix_cache", admin.reset_prefix_cache, None),)
 """Method, path, endpoint, and the body that the endpoint reads.
 
 Endpoints read their bodies themselves, once, with msgspec; the framework is told of them for its schema only.
@@ -42,14 +46,19 @@ Endpoints read their bodies themselves, once, with msgspec; the framework is tol
 
 
 def create_app(
-    engine: "AsyncEngine", options: ServeConfig, report: Callable[[HttpMessage], None] = lambda message: None
+    engine: "AsyncEngine",
+    options: ServeConfig,
+    report: Callable[[HttpMessage], None] = lambda message: None,
+    limits: Limits | None = None,
 ) -> FastAPI:
     """Return the ASGI application; its `state.server` is the `ServerState` that the routes share.
 
-    `report` tells the supervisor.
+    `report` tells the supervisor, and `limits` are those of all HTTP processes, by default this one's own.
     """
-    paths = frozenset(path for _, path, _, _ in _ROUTES)
-    middleware = [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
+    routes = _ROUTES + _ADMIN_ROUTES if options.admin_routes else _ROUTES
+    paths = frozenset(path for _, path, _, _ in routes)
+    middleware = [Middleware(RootPath, root_path=options.root_path)] if options.root_path else []
+    middleware += [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
     if options.cors_origins:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -57,8 +66,9 @@ def create_app(
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         )
-    if options.api_key is not None:
-        middleware.append(Middleware(KeyGuard, key=options.api_key))
+    keys = options.keys()
+    if keys:
+        middleware.append(Middleware(KeyGuard, keys=keys))
     app = FastAPI(
         title="Octavo",
         version=__version__,
@@ -67,7 +77,7 @@ def create_app(
         middleware=middleware,
         exception_handlers=HANDLERS,
     )
-    for method, path, endpoint, body in _ROUTES:
+    for method, path, endpoint, body in routes:
         app.add_api_route(
             path,
             endpoint,
@@ -76,7 +86,7 @@ def create_app(
             response_model=None,
             openapi_extra=None if body is None else _body_schema(body),
         )
-    app.state.server = ServerState(engine, options, report)
+    app.state.server = ServerState(engine, options, report, limits)
     return app
 
 

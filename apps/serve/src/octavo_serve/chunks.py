@@ -28,6 +28,7 @@ from octavo_serve.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
+_LINE_BREAKS = {b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029", b"\xc2\x85": b"\\u0085"}
 _RUNNING = b',"finish_reason":null}'
 _encode = msgspec.json.Encoder().encode
 
@@ -78,7 +79,7 @@ class Chunks(ABC):
             if not choice.finished:
                 self._completion_tokens += len(sample.token_ids)
                 self._append(events, index, choice, sample)
-        return b"".join(events)
+        return line_safe(b"".join(events))
 
     def end(self) -> bytes:
         """Return what follows the last output."""
@@ -211,7 +212,15 @@ class ChatChunks(Chunks):
 
 def error_event(error: ApiError) -> bytes:
     """Return an error as the event that ends a stream which has begun."""
-    return b"data: " + error.body() + b"\n\n" + DONE
+    return b"data: " + line_safe(error.body()) + b"\n\n" + DONE
+
+
+def line_safe(event: bytes) -> bytes:
+    """Return JSON in UTF-8 without U+2028, U+2029 and U+0085 as they are: readers by lines break on them."""
+    if b"\xe2\x80" in event or b"\xc2\x85" in event:
+        for character, escaped in _LINE_BREAKS.items():
+            event = event.replace(character, escaped)
+    return event
 
 
 def _ending(finish_reason: str, stop_reason: Any) -> bytes:

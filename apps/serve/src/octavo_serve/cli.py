@@ -21,7 +21,7 @@ def _serve() -> int:
     from enginecore import EngineConfig, __version__
     from enginecore.options import OptionParser
     from octavo_serve.config import ServeConfig
-    from octavo_serve.listening import listen
+    from octavo_serve.listening import open_listener
 
     description = "Serve a model over HTTP, with OpenAI's API."
     records = {"engine": EngineConfig, "server": ServeConfig}
@@ -29,7 +29,7 @@ def _serve() -> int:
     arguments = sys.argv[2:] if sys.argv[1:2] == ["serve"] else sys.argv[1:]
     engine_config, options = OptionParser(PROGRAM, description, __version__, records).read(arguments)
     # Taken before the model and the web framework load: a port in use is known at once.
-    listener = listen(options.host, options.port)
+    listener = open_listener(options)
     from octavo_serve.supervisor import Supervisor, announce
 
     announce(listener, engine_config, options)

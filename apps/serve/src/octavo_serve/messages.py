@@ -21,6 +21,8 @@ class HttpSettings(msgspec.Struct):
     boards: dict[int, str]
     """Path of each rank's board."""
     coordinator: CoordinatorAddress | None
+    counts: str
+    """File in which all HTTP processes count what limits are about; see `octavo_serve.limits`."""
     metrics: str
     """Folder in which all HTTP processes count."""
     at_once: bool

@@ -51,7 +51,14 @@ def main() -> int:
     listener = socket.socket(fileno=settings.listener)
     try:
         return run(
-            listener, engine, settings.server, settings.index, report, settings.started, settings.at_once
+            listener,
+            engine,
+            settings.server,
+            settings.index,
+            report,
+            settings.started,
+            settings.at_once,
+            Path(settings.counts),
         )
     except OctavoError as error:
         report(HttpFailed(str(error)))

@@ -23,7 +23,7 @@ class JsonAnswer(Response):
             await Response(body, media_type="application/json")(scope, receive, send)
 
 
-_SECONDS_OF_SILENCE = 10.0
+_SECONDS_OF_SILENCE = 5.0
 _WAITING = b": waiting\n\n"
 """A comment, which clients pass over; proxies close a connection that is silent for a minute."""
 

@@ -6,7 +6,9 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -15,8 +17,10 @@ import uvloop
 from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
+from octavo_serve.limits import Limits
 from octavo_serve.listening import BACKLOG, url
 from octavo_serve.messages import HttpMessage, HttpReady
+from octavo_serve.protocol import HttpProtocol
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -43,20 +47,23 @@ def run(
     report: Callable[[HttpMessage], None] = lambda message: None,
     started: int | None = None,
     at_once: bool = True,
+    counts: Path | None = None,
 ) -> int:
     """Serve on `listener` until a signal asks to stop or the engine dies; return the exit status.
 
     `index` is this process's among those that serve on it, of which the first logs for all. `report` tells
     the supervisor. The server was `started` then, in seconds since the epoch; now if None.
     With `at_once` connections are accepted while the model loads, to say so; else others serve meanwhile, and
-    they are accepted once requests are taken.
+    they are accepted once requests are taken. `counts` is the file in which all processes count for limits.
 
     Raises:
         OctavoError: the engine could not start.
     """
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(listener, make_engine(), options, index, report, started, at_once).run())
+        limits = Limits(options, list(options.keys()), counts, index if counts else 0)
+        life = _Life(listener, make_engine(), options, limits, index, report, started, at_once)
+        return runner.run(life.run())
 
 
 class _Listener(uvicorn.Server):
@@ -75,6 +82,7 @@ class _Life:
         listener: socket.socket,
         engine: "AsyncEngine",
         options: ServeConfig,
+        limits: Limits,
         index: int,
         report: Callable[[HttpMessage], None],
         started: int | None,
@@ -85,12 +93,13 @@ class _Life:
         self._report = report
         self._serving: asyncio.Task[None] | None = None
         self._at_once = at_once
-        app = create_app(engine, options, report)
+        app = create_app(engine, options, report, limits)
         self._engine = engine
         self._state: ServerState = app.state.server
         if started is not None:
             self._state.created = started
         self._listener = listener
+        self._scheme = options.scheme
         self._timeout = options.shutdown_timeout
         self._throughput = Throughput()
         self._asked_to_stop = asyncio.Event()
@@ -98,7 +107,7 @@ class _Life:
         self._http = _Listener(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -107,6 +116,10 @@ class _Life:
                 timeout_keep_alive=_SECONDS_TO_KEEP_IDLE_CONNECTIONS,
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=_SECONDS_TO_SEND_LAST_BYTES,
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
+                ssl_ca_certs=options.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
             )
         )
 
@@ -139,7 +152,7 @@ class _Life:
         logger.log(
             self._level,
             "ready on %s: %s, at most %d tokens a request",
-            url(self._listener),
+            url(self._listener, self._scheme),
             ", ".join(self._state.names),
             self._state.max_model_len,
         )

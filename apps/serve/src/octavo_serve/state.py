@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from enginecore.frontend.openai import NoVocabulary, Vocabulary
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
+from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
 
 if TYPE_CHECKING:
@@ -23,8 +24,13 @@ class ServerState:
         engine: "AsyncEngine",
         options: ServeConfig,
         report: Callable[[HttpMessage], None] = lambda message: None,
+        limits: Limits | None = None,
     ) -> None:
+        """`limits` are those of all HTTP processes; by default this one's own."""
         self.engine = engine
+        self.options = options
+        self.limits = limits or Limits(options, list(options.keys()))
+        engine.on_load = self.limits.note_load
         self.report = report
         """Tells the supervisor."""
         self.names = options.served_model_name or (engine.config.model,)
@@ -84,15 +90,28 @@ class ServerState:
         return limits.max_model_len
 
     @asynccontextmanager
-    async def open_stream(self, requests: Sequence["Request"]) -> AsyncGenerator["RequestStream"]:
+    async def open_stream(
+        self, requests: Sequence["Request"], key: str | None = None
+    ) -> AsyncGenerator["RequestStream"]:
         """Submit all requests, or none; what has not finished when the context is left is aborted.
+
+        `key` is the name of the client's key.
 
         Raises:
             RequestError: a request cannot be run as asked.
-            ApiError: 503, no request can be taken now.
+            ApiError: 503, no request can be taken now; 429, too many wait, or this client has too many.
         """
         if self.refusal is not None:
             raise ApiError(503, self.refusal)
+        config, stats = self.engine.config, self.engine.stats
+        seats = 0 if stats.waiting else config.max_num_seqs * len(config.local_ranks)
+        self.limits.check_queue(len(requests), seats, self.engine.queue_seconds)
+        with self.limits.one_more(key):
+            async with self._submitted(requests) as stream:
+                yield stream
+
+    @asynccontextmanager
+    async def _submitted(self, requests: Sequence["Request"]) -> AsyncGenerator["RequestStream"]:
         async with self.engine.submit(requests) as stream:
             self.streams.add(stream)
             try:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
@@ -16,6 +17,7 @@ from enginecore import EngineConfig, RankDown, RankEvent, RankOut, RankSuperviso
 from enginecore.errors import ModelError
 from enginecore.threads import user_environment
 from octavo_serve.config import ServeConfig
+from octavo_serve.limits import make_counts
 from octavo_serve.listening import url
 from octavo_serve.messages import HttpFailed, HttpMessage, HttpReady, HttpSettings, ReloadExperts
 
@@ -33,10 +35,10 @@ _message: msgspec.json.Decoder[HttpMessage] = msgspec.json.Decoder(HttpMessage)
 def announce(listener: socket.socket, engine: EngineConfig, server: ServeConfig) -> None:
     """Log from now on as `server` says, first of all the beginning."""
     logs.configure(logs.LogSettings(getattr(logging, server.log_level.upper()), server.log_format))
-    if server.host in ("0.0.0.0", "::", "") and server.api_key is None:
+    if server.uds is None and server.host in ("0.0.0.0", "::", "") and not server.keys():
         logger.warning("listening on every network without an API key: anybody there may use this server")
     logger.info("version %s", __version__)
-    logger.info("listening on %s, loading %s", url(listener), engine.model)
+    logger.info("listening on %s, loading %s", url(listener, server.scheme), engine.model)
 
 
 class _HttpProcess:
@@ -122,6 +124,9 @@ class Supervisor:
         self._ranks = RankSupervisor(engine)
         self._metrics = self._ranks.folder / "metrics"
         self._metrics.mkdir(mode=0o700)
+        self._num_processes = server.api_server_count or len(engine.local_ranks)
+        self._counts = self._ranks.folder / "counts"
+        make_counts(self._counts, self._num_processes, len(server.keys()))
 
     def run(self) -> int:
         """Serve until asked to stop, or until no rank can be started any more; return the exit status.
@@ -130,8 +135,7 @@ class Supervisor:
             ModelError: the model could not be loaded, or an HTTP process not be started.
         """
         try:
-            count = self._server.api_server_count or len(self._engine.local_ranks)
-            for index in range(count):
+            for index in range(self._num_processes):
                 self._start(index)
             self._ranks.listen(self._told.put)
             return self._serve()
@@ -139,6 +143,8 @@ class Supervisor:
             for process in self._processes:
                 process.signal(signal.SIGKILL)
             self._ranks.stop()
+            if self._server.uds is not None:
+                Path(self._server.uds).unlink(missing_ok=True)
 
     def _serve(self) -> int:
         while True:
@@ -222,6 +228,7 @@ class Supervisor:
             number=self._number,
             boards={rank: str(path) for rank, path in self._ranks.boards.items()},
             coordinator=self._ranks.coordinator,
+            counts=str(self._counts),
             metrics=str(self._metrics),
             started=self._began,
             at_once=index == 0 and not self._serves,

@@ -96,6 +96,13 @@ class AsyncEngine:
         self.frontend: Frontend | None = None
         self.streams: set[RequestStream] = set()
         """Streams of which some request has not finished."""
+        self.on_load: Callable[[int, int], None] = lambda waiting, unfinished: None
+        """Told how many requests of this front-end wait for their first step, and how many have not finished,
+        whenever that has changed."""
+        self.queue_seconds = 0.0
+        """How long the request that last got its first step had waited for it."""
+        self._waiting: set[str] = set()
+        """Ids of requests that wait for their first step."""
         self._unfinished: dict[str, tuple[RequestState, RequestStream]] = {}
         self._number = number
         self._ranks: RankSource = ranks or RankSupervisor(config)
@@ -174,6 +181,8 @@ class AsyncEngine:
         stream = RequestStream([taken.state for taken in added], self._abort_stream)
         self.streams.add(stream)
         self._unfinished |= {taken.state.request.request_id: (taken.state, stream) for taken in added}
+        self._waiting.update(taken.state.request.request_id for taken in added)
+        self._tell_load()
         try:
             for taken in added:
                 dispatcher.send(taken.messages)
@@ -278,8 +287,13 @@ class AsyncEngine:
                 stream.notify(state)
             if state.finished:
                 del self._unfinished[state.request.request_id]
+                self._waiting.discard(state.request.request_id)
             if stream.num_unfinished == 0:
                 self.streams.discard(stream)
+        if outputs.scheduled:
+            self.queue_seconds = max(waited for _, waited in outputs.scheduled.values())
+        self._waiting.difference_update(state.request.request_id for state in processed.scheduled)
+        self._tell_load()
 
     def _abort_stream(self, stream: RequestStream) -> None:
         """Tell the cores to drop what has not finished of a stream, without waiting."""
@@ -289,10 +303,15 @@ class AsyncEngine:
             if self._unfinished.get(request_id) != (state, stream):
                 continue
             del self._unfinished[request_id]
+            self._waiting.discard(request_id)
             self.metrics.ended_early(state, "abort")
             numbers = [] if self.frontend is None else self.frontend.abort(request_id)
             if numbers and self._dispatcher is not None and self.error is None:
                 self._dispatcher.abort(numbers)
+        self._tell_load()
+
+    def _tell_load(self) -> None:
+        self.on_load(len(self._waiting), len(self._unfinished))
 
     def _running(self) -> tuple[Dispatcher, Frontend]:
         self._made_here.check()
@@ -328,6 +347,8 @@ class AsyncEngine:
                 self.frontend.abort(request_id)
             self.metrics.ended_early(state, "abort" if self._stopping else "error")
         self._unfinished.clear()
+        self._waiting.clear()
+        self._tell_load()
         streams, self.streams = self.streams, set()
         for stream in streams:
             stream.fail(EngineDeadError(reason))

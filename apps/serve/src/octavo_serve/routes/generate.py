@@ -12,6 +12,7 @@ from enginecore import Prompt, Request, RequestOutput, SamplingParams
 from enginecore.errors import ContextLengthError, RequestAbortedError, RequestError
 from enginecore.frontend import openai
 from octavo_serve.access import RequestRecord, record_of
+from octavo_serve.auth import key_name
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
@@ -34,6 +35,8 @@ class _Job(NamedTuple):
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
     """Makes the whole answer of the requests' final outputs."""
     record: RequestRecord
+    key: str | None
+    """Name of the client's key."""
 
     def response(self) -> Response:
         """Return the response, streamed if the body asks for that."""
@@ -72,6 +75,7 @@ async def create_completion(http: HttpRequest) -> Response:
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
         _record(http, head, body, prompts),
+        key_name(http.scope),
     ).response()
 
 
@@ -101,6 +105,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
         lambda: ChatChunks(head, body, [prompt], vocabulary),
         lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
         _record(http, head, body, [prompt]),
+        key_name(http.scope),
     ).response()
 
 
@@ -137,7 +142,7 @@ async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[i
 async def _whole_answer(job: _Job) -> bytes:
     outputs: dict[int, RequestOutput] = {}
     with openai.blaming(job.body):
-        async with job.server.open_stream(job.requests) as stream:
+        async with job.server.open_stream(job.requests, job.key) as stream:
             async for index, output in stream:
                 job.record.add(index, output)
                 _raise_failure(output)
@@ -150,7 +155,7 @@ async def _events(job: _Job, response: EventStream) -> AsyncGenerator[bytes, Non
     chunks = job.chunks()
     try:
         with openai.blaming(job.body):
-            async with job.server.open_stream(job.requests) as stream:
+            async with job.server.open_stream(job.requests, job.key) as stream:
                 async for index, output in stream:
                     job.record.add(index, output)
                     _raise_failure(output)

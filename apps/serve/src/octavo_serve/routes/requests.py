@@ -1,22 +1,17 @@
 """Shared by the routes that take a body: reading it, naming the answer, preparing prompts."""
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import TypeVar
-from uuid import uuid4
 
 from starlette.requests import ClientDisconnect, Request
 
+from octavo_serve.access import request_id
 from octavo_serve.errors import ApiError
 from octavo_serve.state import ServerState
 
-MAX_BODY_BYTES = 64 << 20
-
 INLINE_CHARACTERS = 16_384
 """Longer texts are tokenised in a thread, so that other clients' tokens are not held up."""
-
-_HARMLESS_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Prepared = TypeVar("Prepared")
 
@@ -35,23 +30,30 @@ async def read_body(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, got {media_type or 'none'}")
+    most = server_of(request).options.max_body_bytes
+    declared = request.headers.get("content-length", "")
     body = bytearray()
     try:
+        if declared.isdecimal() and int(declared) > most:
+            raise _too_large(most)
         async for piece in request.stream():
             body += piece
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            if len(body) > most:
+                raise _too_large(most)
     except ClientDisconnect as error:
         raise ApiError(400, "the client left before its request was complete") from error
     return bytes(body)
 
 
 def answer_id(request: Request, prefix: str) -> str:
-    """Return the id that an answer carries: the client's X-Request-Id if it sent one, else a new one."""
-    given = request.headers.get("x-request-id", "")
-    return f"{prefix}-{given if _HARMLESS_ID.fullmatch(given) else uuid4().hex}"
+    """Return the id that an answer carries in its body: the request's, with a prefix as OpenAI's."""
+    return f"{prefix}-{request_id(request)}"
 
 
 async def off_loop(characters: int, prepare: Callable[[], Prepared]) -> Prepared:
     """Return `prepare()`, run in a thread when the text it works on is long."""
     return prepare() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(prepare)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes")

@@ -243,6 +243,8 @@ class Processed(NamedTuple):
 
     changed: list[RequestState]
     """Requests that got a token or ended."""
+    scheduled: list[RequestState]
+    """Requests whose first sample has begun to run."""
     stopped: list[int]
     """Numbers whose sample ended in a stop string, which the core does not know: it must drop them."""
     prompt_tokens: int
@@ -303,10 +305,13 @@ class OutputProcessor:
     def process(self, outputs: Outputs) -> Processed:
         """Take one step's outputs; numbers that are not known are passed over: they were aborted."""
         prompt_tokens = generated_tokens = 0
+        scheduled: list[RequestState] = []
         for number, (num_cached, waited) in outputs.scheduled.items():
             sample = self._samples.get(number)
             if sample is None or sample.was_scheduled:
                 continue
+            if not any(other.was_scheduled for other in sample.request.samples):
+                scheduled.append(sample.request)
             sample.was_scheduled = True
             prompt_tokens += len(sample.message.prompt)
             if sample.index == 0:
@@ -338,7 +343,7 @@ class OutputProcessor:
                 sample.end("error", message)
                 changed[sample.request] = None
                 self._finish(number)
-        return Processed(list(changed), stopped, prompt_tokens, generated_tokens)
+        return Processed(list(changed), scheduled, stopped, prompt_tokens, generated_tokens)
 
     def abort(self, request_id: str) -> list[int]:
         """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""

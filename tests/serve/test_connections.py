@@ -1,0 +1,98 @@
+"""Ways to reach the server: HTTP/1.0, both families, Unix sockets, TLS."""
+
+import json
+import signal
+import socket
+import ssl
+
+import httpx
+import pytest
+from test_process import Server, server
+
+from data_files import TLS
+
+
+def raw(served: Server, request: str, body: dict) -> tuple[bytes, bytes]:
+    """Send a request over a socket of its own; return head and body of all that comes until it is closed."""
+    host, port = served.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"{request}\r\nHost: s\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(head.encode() + content)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    return answer.split(b"\r\n\r\n", 1)[0].lower(), answer.split(b"\r\n\r\n", 1)[1]
+
+
+def test_http_1_0_gets_no_chunks():
+    with server() as served:
+        served.load()
+        served.tell("allow 100")
+        for path, body in (
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ):
+            head, content = raw(served, f"POST {path} HTTP/1.0", body | {"stream": True})
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            lines = [line for line in content.split(b"\n") if line]
+            assert all(line.startswith(b"data: ") for line in lines)
+            assert lines[-1] == b"data: [DONE]"
+            assert (
+                "".join(
+                    choice.get("text") or choice.get("delta", {}).get("content") or ""
+                    for line in lines[:-1]
+                    for choice in json.loads(line.removeprefix(b"data: "))["choices"]
+                )
+                == "abc"
+            )
+            head, content = raw(served, f"POST {path} HTTP/1.0", body)
+            assert b"content-length" in head
+            assert json.loads(content)["choices"]
+        # Others still get theirs.
+        request = {"prompt": "hi", "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=request) as response:
+            assert response.headers["transfer-encoding"] == "chunked"
+            assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_every_network_is_both_families():
+    with server("--host", "::") as served:
+        port = served.url.rpartition(":")[2]
+        for host in ("[::1]", "127.0.0.1"):
+            assert httpx.get(f"http://{host}:{port}/health").status_code == 503
+
+
+def test_a_unix_socket(tmp_path):
+    path = str(tmp_path / "socket")
+    for _ in range(2):  # the second takes the place of what the first left over
+        with server("--uds", path) as served:
+            assert served.url == f"unix:{path}"
+            with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://s") as client:
+                served.load()
+                served.tell("allow 100")
+                response = client.post("/v1/completions", json={"prompt": "hi"}, timeout=30)
+                assert response.json()["choices"][0]["text"] == "abc"
+            served.process.send_signal(signal.SIGTERM)
+            assert served.finish() == 0
+
+
+def test_tls():
+    certificate, key = str(TLS / "cert.pem"), str(TLS / "key.pem")
+    with server("--ssl-certfile", certificate, "--ssl-keyfile", key) as served:
+        assert served.url.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=certificate)
+        assert httpx.get(f"{served.url}/health", verify=trusting).status_code == 503
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
+
+
+def test_tls_with_certificates_of_clients():
+    certificate, key = str(TLS / "cert.pem"), str(TLS / "key.pem")
+    flags = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--ssl-ca-certs", certificate)
+    with server(*flags) as served:
+        context = ssl.create_default_context(cafile=certificate)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{served.url}/health", verify=context)
+        context.load_cert_chain(certificate, key)
+        assert httpx.get(f"{served.url}/health", verify=context).status_code == 503
