@@ -6,7 +6,7 @@
 
 Requests arrive by a Poisson process (`--rate` a second), all at once (`burst`), or at the times of a trace,
 with its lengths: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp
-in ms, input_length, output_length, hash_ids, of which equal ones make equal prefixes). Prompts are random words,
+in ms, input_length, output_length, hash_ids, of which equal ones make equal prefixes). Prompts are words,
 or token ids with `--ids`, of about or just as many tokens as asked for; answers are streamed.
 
 TTFT is from sending a request to its first text, ITL between two pieces of text, TPOT the mean ITL of a

@@ -115,7 +115,8 @@ class Steps(NamedTuple):
 
 def plain_pieces(count: int) -> tuple[np.ndarray, list[str]]:
     """Return ids of the demo's vocabulary, int32 [count], and the text of each: a blank and letters."""
-    tokenizer = load_tokenizer(locate("demo", None, None), None)
+    tokenizer = load_tokenizer(locate("demo"), None)
+    assert tokenizer is not None, "the demo has a tokenizer"
     found = ((number, tokenizer.token_text(number)) for number in range(tokenizer.vocab_size))
     plain = [(number, text) for number, text in found if re.fullmatch(" [a-zA-Z]{3,}", text)][:count]
     return np.array([number for number, _ in plain], np.int32), [text for _, text in plain]
