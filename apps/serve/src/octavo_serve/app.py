@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.middleware import Middleware
 
 from enginecore import __version__
-from enginecore.frontend.openai import ChatBody, CompletionBody
+from enginecore.frontend.openai import ChatBody, CompletionBody, EmbeddingBody, RerankBody, ScoreBody
 from octavo_serve.access import AccessLog
 from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
@@ -16,7 +16,7 @@ from octavo_serve.errors import HANDLERS
 from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
 from octavo_serve.root_path import RootPath
-from octavo_serve.routes import admin, experts, generate, models, status
+from octavo_serve.routes import admin, embeddings, experts, generate, models, status
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 _ROUTES = (
     ("POST", "/v1/completions", generate.create_completion, CompletionBody),
     ("POST", "/v1/chat/completions", generate.create_chat_completion, ChatBody),
+    ("POST", "/v1/embeddings", embeddings.create_embeddings, EmbeddingBody),
+    ("POST", "/score", embeddings.score, ScoreBody),
+    ("POST", "/v1/score", embeddings.score, ScoreBody),
+    ("POST", "/rerank", embeddings.rerank, RerankBody),
+    ("POST", "/v1/rerank", embeddings.rerank, RerankBody),
+    ("POST", "/v2/rerank", embeddings.rerank, RerankBody),
     ("GET", "/v1/models", models.list_models, None),
     ("GET", "/v1/models/{name:path}", models.show_model, None),
     ("POST", "/tokenize", models.tokenize, models.TokenizeBody),

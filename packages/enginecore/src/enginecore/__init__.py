@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from enginecore.frontend.stream import RequestStream
     from enginecore.llm import LLM
     from enginecore.messages import RankDown, RankEvent, RankOut, RankUp
-    from enginecore.outputs import CompletionOutput, RequestOutput
+    from enginecore.outputs import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from enginecore.pooling_params import PoolingParams
     from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
@@ -28,12 +34,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncEngine": "async_engine",
     "CompletionOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
     "Frontend": "frontend.frontend",
     "LLM": "llm",
     "LLMEngine": "engine",
     "PipedRanks": "core.piped_ranks",
+    "PoolingParams": "pooling_params",
     "Prompt": "frontend.request",
     "RankDown": "messages",
     "RankEvent": "messages",
@@ -45,6 +53,7 @@ _HOMES = {
     "RequestOutputKind": "sampling_params",
     "RequestStream": "frontend.stream",
     "SamplingParams": "sampling_params",
+    "ScoringRequestOutput": "outputs",
     "make_engine": "engine",
 }
 
@@ -52,11 +61,13 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
     "Frontend",
     "LLMEngine",
     "PipedRanks",
+    "PoolingParams",
     "Prompt",
     "RankDown",
     "RankEvent",
@@ -68,6 +79,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestStream",
     "SamplingParams",
+    "ScoringRequestOutput",
     "make_engine",
 ]
 

@@ -7,6 +7,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,16 @@ from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.output_processor import RequestState
+from enginecore.frontend.pooling import embedding_output, pair, score_outputs
 from enginecore.frontend.request import Request
 from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.loading import load_tokenizer
-from enginecore.frontend.text.prompts import PromptInput
+from enginecore.frontend.text.prompts import PromptInput, as_prompts
 from enginecore.messages import EngineLimits, EngineStats, Outputs, RankEvent, ResetPrefixCache
 from enginecore.metrics import PREFIX, Metrics
 from enginecore.model_files import locate
-from enginecore.outputs import RequestOutput
+from enginecore.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from enginecore.pooling_params import PoolingParams
 from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -201,6 +204,51 @@ class AsyncEngine:
         async with self.submit([request]) as stream:
             async for _, output in stream:
                 yield output
+
+    async def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        pooling_params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in order; cancelling it aborts them.
+
+        Raises as `submit` does.
+        """
+        await self.ready()
+        outputs = await self._pooled(as_prompts(prompts), pooling_params, priority)
+        return [embedding_output(output) for output in outputs]
+
+    async def score(
+        self,
+        text_1: PromptInput | Sequence[PromptInput],
+        text_2: PromptInput | Sequence[PromptInput],
+        pooling_params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine of the embeddings of pairs of texts: 1 with 1, 1 with each of N, N with N."""
+        await self.ready()
+        first, second = as_prompts(text_1), as_prompts(text_2)
+        pairs = pair(len(first), len(second), ("text_1", "text_2"))
+        outputs = await self._pooled([*first, *second], pooling_params, priority)
+        return score_outputs(outputs[: len(first)], outputs[len(first) :], pairs)
+
+    async def _pooled(
+        self, prompts: Sequence[PromptInput], params: PoolingParams | None, priority: int
+    ) -> list[RequestOutput]:
+        _, frontend = self._running()
+        if not prompts:
+            return []
+        plan, name = frontend.pooling_plan(params), uuid4().hex
+        requests = [
+            Request.to_pool(f"embd-{name}-{index}", frontend.prepare_text(prompt), plan, priority)
+            for index, prompt in enumerate(prompts)
+        ]
+        async with self.submit(requests) as stream:
+            outputs = {index: output async for index, output in stream}
+        return [outputs[index] for index in range(len(requests))]
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; its stream raises RequestAbortedError. One that has ended is passed over."""

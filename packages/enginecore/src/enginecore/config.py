@@ -132,6 +132,12 @@ class EngineConfig:
         },
     )
 
+    pooler_config: dict[str, Any] | None = option(  # noqa: RUF009 - the default is None
+        None,
+        "JSON object that says how embeddings are made: pooling_type (last or mean), use_activation (whether "
+        "they get length 1), dimensions; default: as the model's sentence-transformers files say, or last "
+        "and length 1",
+    )
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"
@@ -306,6 +312,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     plugin_path: str
     plugins: Sequence[str]
+    pooler_config: dict[str, Any] | None
     max_logprobs: int
     chat_template: str | None
 

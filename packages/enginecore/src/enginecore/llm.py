@@ -14,11 +14,13 @@ from enginecore.config import EngineOptions, make_config
 from enginecore.engine import Engine, interrupts_wait, make_engine
 from enginecore.errors import RequestError
 from enginecore.forks import MadeHere
+from enginecore.frontend.pooling import PoolingPlan, embedding_output, pair, score_outputs
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.hf_tokenizer import HFTokenizer
-from enginecore.frontend.text.prompts import PromptInput, is_token_id, without_arrays
+from enginecore.frontend.text.prompts import PromptInput, as_prompts, is_token_id, without_arrays
 from enginecore.metrics import Metric
-from enginecore.outputs import RequestOutput
+from enginecore.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from enginecore.pooling_params import PoolingParams
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]
@@ -65,7 +67,7 @@ class LLM:
         """
         self._made_here.check()
         prepare = self.llm_engine.frontend.prepare_prompt
-        prepared = [prepare(prompt) for prompt in _as_prompts(prompts)]
+        prepared = [prepare(prompt) for prompt in as_prompts(prompts)]
         return self._run(prepared, sampling_params, use_tqdm, priority)
 
     def chat(
@@ -104,6 +106,52 @@ class LLM:
         prepare = self.llm_engine.frontend.prepare_chat
         prepared = [prepare(turns, **options) for turns in _as_conversations(messages)]
         return self._run(prepared, sampling_params, use_tqdm, None)
+
+    def embed(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | Iterable[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int | Iterable[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: As for `generate`, as are `use_tqdm` and `priority`. They may fill the context.
+            pooling_params: Those of all prompts, or of each; without them the model's own pooling holds.
+            truncate_prompt_tokens: Most tokens to keep of each, from its start; -1 for what the model takes.
+
+        Raises:
+            RequestError: a prompt cannot be embedded as asked; none of them was.
+        """
+        self._made_here.check()
+        prepared = self._prepare_texts(prompts, truncate_prompt_tokens)
+        outputs = self._embed(prepared, pooling_params, use_tqdm, priority)
+        return [embedding_output(output) for output in outputs]
+
+    def score(
+        self,
+        text_1: PromptInput | Iterable[PromptInput],
+        text_2: PromptInput | Iterable[PromptInput],
+        /,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine of the embeddings of pairs of texts: 1 with 1, 1 with each of N, N with N.
+
+        Arguments are those of `embed`; each text is embedded once. Raises RequestError as `embed` does, or
+        for other numbers of texts.
+        """
+        self._made_here.check()
+        first = self._prepare_texts(text_1, truncate_prompt_tokens)
+        second = self._prepare_texts(text_2, truncate_prompt_tokens)
+        pairs = pair(len(first), len(second), ("text_1", "text_2"))
+        outputs = self._embed([*first, *second], pooling_params, use_tqdm, None)
+        return score_outputs(outputs[: len(first)], outputs[len(first) :], pairs)
 
     def get_tokenizer(self) -> HFTokenizer:
         """Return the model's tokenizer, with the methods that transformers' tokenizers have.
@@ -154,6 +202,28 @@ class LLM:
         each = _one_for_each(self.get_default_sampling_params() if params is None else params, len(prompts))
         priorities = _priorities(priority, len(prompts))
         wanted = [_Wanted(*entry) for entry in zip(prompts, each, priorities, strict=True)]
+        return self._run_all(wanted, use_tqdm)
+
+    def _prepare_texts(
+        self, prompts: PromptInput | Iterable[PromptInput], truncate: int | None
+    ) -> list[Prompt]:
+        prepare = self.llm_engine.frontend.prepare_text
+        return [prepare(prompt, truncate=truncate) for prompt in as_prompts(prompts)]
+
+    def _embed(
+        self,
+        prompts: Sequence[Prompt],
+        params: PoolingParams | Iterable[PoolingParams] | None,
+        use_tqdm: UseTqdm,
+        priority: int | Iterable[int] | None,
+    ) -> list[RequestOutput]:
+        make_plan = self.llm_engine.frontend.pooling_plan
+        plans = [make_plan(entry) for entry in _pooling_params(params, len(prompts))]
+        priorities = _priorities(priority, len(prompts))
+        columns = prompts, [plan.sampling for plan in plans], priorities, plans
+        return self._run_all([_Wanted(*entry) for entry in zip(*columns, strict=True)], use_tqdm)
+
+    def _run_all(self, wanted: Sequence["_Wanted"], use_tqdm: UseTqdm) -> list[RequestOutput]:
         with _progress(use_tqdm, len(wanted)) as advance:
             return self._calls.run(wanted, advance)
 
@@ -162,6 +232,7 @@ class _Wanted(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     priority: int
+    pooling: PoolingPlan | None = None
 
 
 class _Call:
@@ -235,7 +306,8 @@ class _ConcurrentCalls:
                 request_id = str(next(self._numbers))
                 call.ids.append(request_id)
                 self._calls[request_id] = call
-                self._engine.add(Request(request_id, *entry))
+                prompt, params, priority, pooling = entry
+                self._engine.add(Request(request_id, prompt, params, priority, pooling=pooling))
         except RequestError as error:
             self._abort(call)
             if len(wanted) == 1:
@@ -303,18 +375,6 @@ def _progress(use_tqdm: UseTqdm, total: int) -> Generator[Callable[[int], object
         bar.close()
 
 
-def _as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:
-    if isinstance(prompts, str | Mapping | Prompt):
-        return [cast(PromptInput, prompts)]
-    listed = without_arrays(prompts)
-    if not isinstance(listed, Iterable):
-        raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}", "prompts")
-    many = list(listed)
-    if many and all(is_token_id(entry) for entry in many):
-        return [cast(Sequence[int], many)]
-    return cast(list[PromptInput], many)
-
-
 def _as_conversations(messages: Iterable[Message] | Iterable[Sequence[Message]]) -> list[Sequence[Message]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise RequestError(f"messages must be a list of messages, got {messages!r:.80}", "messages")
@@ -340,6 +400,20 @@ def _one_for_each(params: SamplingParams | Iterable[SamplingParams], count: int)
             )
     # One result a request is all the caller sees, so intermediate ones need not be built.
     return [_final_only(entry) for entry in wanted]
+
+
+def _pooling_params(
+    params: PoolingParams | Iterable[PoolingParams] | None, count: int
+) -> list[PoolingParams]:
+    if params is None or isinstance(params, PoolingParams):
+        return [params or PoolingParams()] * count
+    wanted = list(params) if isinstance(params, Iterable) else [params]
+    for entry in wanted:
+        if not isinstance(entry, PoolingParams):
+            raise RequestError(f"pooling_params must be PoolingParams, got {entry!r:.80}", "pooling_params")
+    if len(wanted) != count:
+        raise RequestError(f"there are {count} prompts but {len(wanted)} pooling parameters")
+    return wanted
 
 
 def _priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:

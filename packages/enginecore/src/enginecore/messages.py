@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginecore.pooling_params import Pooling
 from enginecore.sampling_params import SamplingParams
 
 RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)
@@ -31,6 +32,8 @@ class RowSampling(msgspec.Struct, array_like=True):
     seed: int
     prompt_logprobs_done: int = 0
     """Prompt positions whose log probabilities have been reported already."""
+    pooling: Pooling | None = None
+    """The request ends with its prompt, whose hidden states are pooled; no token is sampled."""
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -86,6 +89,24 @@ class PositionLogprobs(NamedTuple):
     """[positions]: the actual token's rank, 1 for the most likely."""
 
 
+class PooledRows(NamedTuple):
+    """Parts of pooled vectors, of k requests: those of the positions that one step has run."""
+
+    rows: NDArray[np.int64]
+    """[k]: rows of the step; to a front-end, the requests' numbers."""
+    starts: NDArray[np.int32]
+    """[k]: the first of a request's positions that the step has run."""
+    counts: NDArray[np.int32]
+    """[k]: how many it has run."""
+    vectors: NDArray[np.float32]
+    """[k, hidden]: for `mean` the sum of their hidden states, for `last` that of the last one."""
+
+    def only(self, picked: NDArray[np.bool_]) -> "PooledRows":
+        """Return the requests that `picked` bool [k] says."""
+        rows, starts, counts, vectors = self
+        return PooledRows(rows[picked], starts[picked], counts[picked], vectors[picked])
+
+
 class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     """Limits of a loaded model, the same on every rank: reported by workers, and by a core that is ready."""
 
@@ -108,6 +129,8 @@ class EngineLimits(msgspec.Struct, tag="limits", array_like=True, frozen=True):
     """Type of weights and activations."""
     lockstep: bool = False
     """Whether the engines share experts: they run together, and none goes on without the others."""
+    hidden_size: int = 0
+    """Numbers of a hidden state, and of an embedding."""
 
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -164,6 +187,8 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """By number, at consecutive prompt positions from the second on; may come in several pieces."""
     errors: dict[int, str] = {}
     """Requests that the core refused."""
+    pooled: PooledRows | None = None
+    """By number. A request that is pooled has one token, of no meaning, once all its positions have run."""
 
     @classmethod
     def empty(cls) -> "Outputs":

@@ -350,7 +350,7 @@ class _RequestHistograms:
         self.generated.observe(sum(lengths))
         self.longest.observe(max(lengths))
         self.n.observe(params.n)
-        if params.max_tokens is not None:
+        if params.max_tokens is not None and state.request.pooling is None:
             self.max_tokens.observe(params.max_tokens)
         started = times.arrival_time + (times.time_in_queue or 0.0)
         first = times.first_token_time or now

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -55,3 +58,47 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+    embedding: NDArray[np.float32] | None = None
+    """[hidden], of a request for one once it has finished. Its only sample has no token then."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of a prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How alike two texts are."""
+
+    score: float
+    """Cosine of their embeddings, -1 to 1."""
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The score of a pair of texts."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Of the first text, then of the second."""
+    num_cached_tokens: int
+    finished: bool = True

@@ -9,14 +9,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from enginecore import Prompt, Request, RequestOutput, SamplingParams
-from enginecore.errors import ContextLengthError, RequestAbortedError, RequestError
+from enginecore.errors import RequestAbortedError
 from enginecore.frontend import openai
 from octavo_serve.access import RequestRecord, record_of
 from octavo_serve.auth import key_name
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
-from octavo_serve.errors import ApiError, as_api_error
+from octavo_serve.errors import as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
-from octavo_serve.routes.requests import answer_id, off_loop, read_body, server_of
+from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
 
 _EACH_WORD = 256
@@ -145,7 +145,7 @@ async def _whole_answer(job: _Job) -> bytes:
         async with job.server.open_stream(job.requests, job.key) as stream:
             async for index, output in stream:
                 job.record.add(index, output)
-                _raise_failure(output)
+                raise_failure(output)
                 outputs[index] = output
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
 
@@ -158,7 +158,7 @@ async def _events(job: _Job, response: EventStream) -> AsyncGenerator[bytes, Non
             async with job.server.open_stream(job.requests, job.key) as stream:
                 async for index, output in stream:
                     job.record.add(index, output)
-                    _raise_failure(output)
+                    raise_failure(output)
                     events = chunks.encode(index, output)
                     if events:
                         yield events
@@ -172,12 +172,3 @@ async def _events(job: _Job, response: EventStream) -> AsyncGenerator[bytes, Non
         yield error_event(as_api_error(error))
         return
     yield chunks.end()
-
-
-def _raise_failure(output: RequestOutput) -> None:
-    for sample in output.outputs:
-        if sample.finish_reason == "error":
-            reason = str(sample.stop_reason or "the engine gave this request up")
-            if reason.startswith(ContextLengthError.START):
-                raise RequestError(reason, "prompt", ContextLengthError.CODE)
-            raise ApiError(500, reason)

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from enginecore import RequestOutput
+from enginecore.errors import ContextLengthError, RequestError
 from octavo_serve.access import request_id
 from octavo_serve.errors import ApiError
 from octavo_serve.state import ServerState
@@ -53,6 +55,21 @@ def answer_id(request: Request, prefix: str) -> str:
 async def off_loop(characters: int, prepare: Callable[[], Prepared]) -> Prepared:
     """Return `prepare()`, run in a thread when the text it works on is long."""
     return prepare() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(prepare)
+
+
+def raise_failure(output: RequestOutput) -> None:
+    """Raise the error of a request that could not be run, if it could not.
+
+    Raises:
+        RequestError: it is too long, as only the core could tell.
+        ApiError: 500.
+    """
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            reason = str(sample.stop_reason or "the engine gave this request up")
+            if reason.startswith(ContextLengthError.START):
+                raise RequestError(reason, "prompt", ContextLengthError.CODE)
+            raise ApiError(500, reason)
 
 
 def _too_large(most: int) -> ApiError:

@@ -39,7 +39,15 @@ from enginecore.data_parallel.prefixes import all_keys, kv_events, request_salt
 from enginecore.errors import ContextLengthError, EngineDeadError
 from enginecore.executor.executor import Executor, OnLoaded, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
-from enginecore.messages import STEP_BOUNDS, AddRequest, EngineStats, KVEvents, Outputs, PositionLogprobs
+from enginecore.messages import (
+    STEP_BOUNDS,
+    AddRequest,
+    EngineStats,
+    KVEvents,
+    Outputs,
+    PooledRows,
+    PositionLogprobs,
+)
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
 from enginecore.sampling_params import SamplingParams
@@ -101,12 +109,15 @@ class _StepResults(NamedTuple):
     """Cached prompt tokens and seconds in the queue, of requests that first ran in this step."""
     logprobs: _Logprobs
     prompt_logprobs: _Logprobs
+    pooled: PooledRows | None
 
     def clients(self) -> set[int]:
         """Return the clients that some of it is for."""
         clients = set(np.unique(self.committed.handles >> NUMBER_BITS).tolist())
         clients.update(handle >> NUMBER_BITS for handle in self.scheduled)
         clients.update(handle >> NUMBER_BITS for handle, _ in self.prompt_logprobs)
+        if self.pooled is not None:
+            clients.update((self.pooled.rows >> NUMBER_BITS).tolist())
         return clients
 
 
@@ -148,7 +159,9 @@ class EngineCore:
             Limits(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=limits.max_model_len,
+                # What is made of a prompt that is pooled takes a token's place, and the prompt may fill all
+                # others; `_most_tokens` keeps what is generated within the context.
+                max_model_len=limits.max_model_len + 1,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 stages=config.pipeline_parallel_size,
             ),
@@ -201,7 +214,7 @@ class EngineCore:
                     handle=handle,
                     prompt=message.prompt,
                     generated=message.generated,
-                    max_tokens=message.max_tokens,
+                    max_tokens=self._most_tokens(message),
                     stop_ids=tuple(sampling.stop_ids),
                     min_tokens=sampling.params.min_tokens,
                     priority=message.priority,
@@ -222,6 +235,19 @@ class EngineCore:
             self._unfinished[handle] = message
             if message.alone:
                 self._alone.append(handle)
+
+    def _most_tokens(self, message: AddRequest) -> int:
+        """Return how many tokens a request may have, within the context.
+
+        Raises:
+            PromptTooLong: its prompt leaves room for none.
+        """
+        if message.sampling.pooling is not None:
+            return 1
+        num_prompt, context = len(message.prompt), self.limits.max_model_len
+        if num_prompt >= context:
+            raise PromptTooLong(num_prompt, context)
+        return min(message.max_tokens, context - num_prompt)
 
     def _prefix_salt(self, message: AddRequest) -> tuple[tuple[str, bytes], ...]:
         """Return what a request's prefix-cache keys depend on besides its tokens."""
@@ -481,6 +507,10 @@ class EngineCore:
         self._counters.ran_tokens += plan.num_tokens
         self._counters.step_buckets[bisect_left(STEP_BOUNDS, plan.num_tokens)] += 1
         self._counters.generation_tokens += len(committed.tokens)
+        pooled = None if result.pooled is None else self._by_handle(result.pooled)
+        if pooled is not None:
+            # Their last parts come with tokens that nobody has generated.
+            self._counters.generation_tokens -= int(np.isin(committed.handles, pooled.rows).sum())
         scheduled = {
             admitted.handle: (admitted.num_cached, admitted.waited)
             for admitted in plan.admitted
@@ -503,7 +533,13 @@ class EngineCore:
                 prompt_logprobs.append((handle, entry))
         for handle in committed.handles[committed.finished > 0].tolist():
             del self._unfinished[handle]
-        return _StepResults(committed, scheduled, logprobs, prompt_logprobs)
+        return _StepResults(committed, scheduled, logprobs, prompt_logprobs, pooled)
+
+    def _by_handle(self, pooled: PooledRows) -> PooledRows:
+        """Return parts of vectors by handle, without those of requests that have been aborted."""
+        handles = self._handle_of_row[pooled.rows]
+        wanted = np.array([handle in self._unfinished for handle in handles.tolist()], bool)
+        return pooled._replace(rows=handles).only(wanted)
 
     def _deliver(self, results: _StepResults | None) -> dict[int, Outputs]:
         """Return the outputs of each client that has some."""
@@ -530,7 +566,13 @@ def _outputs_for(client: int, results: _StepResults) -> Outputs:
         },
         logprobs=_for_client(results.logprobs, client),
         prompt_logprobs=_for_client(results.prompt_logprobs, client),
+        pooled=None if results.pooled is None else _pooled_for(results.pooled, client),
     )
+
+
+def _pooled_for(pooled: PooledRows, client: int) -> PooledRows | None:
+    mine = pooled.only(pooled.rows >> NUMBER_BITS == client)
+    return mine._replace(rows=mine.rows & NUMBER_MASK) if len(mine.rows) else None
 
 
 def _for_client(entries: _Logprobs, client: int) -> _Logprobs:

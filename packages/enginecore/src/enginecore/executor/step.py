@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchsched import StepPlan
-from enginecore.messages import NO_TOKENS, PositionLogprobs, RowSampling
+from enginecore.messages import NO_TOKENS, PooledRows, PositionLogprobs, RowSampling
 from kvblocks import BlockCopies, TableChanges
 
 NOT_FINITE = -1
@@ -47,13 +47,15 @@ class StepOutput(NamedTuple):
 
     step: int
     tokens: NDArray[np.int32]
-    """[k]: ids, or NOT_FINITE."""
+    """[k]: ids, or NOT_FINITE; 0 for rows that are pooled."""
     logprobs: dict[int, PositionLogprobs]
     """By index into `tokens`, one position each, for rows that asked."""
     prompt_logprobs: dict[int, PositionLogprobs]
     """By row."""
     unfinished: bool | None = None
     """Of a step that asked: whether any engine has unfinished requests."""
+    pooled: PooledRows | None = None
+    """By row."""
 
 
 def empty_step(unfinished: bool | None) -> StepInput:

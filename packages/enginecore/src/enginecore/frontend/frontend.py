@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,15 +17,17 @@ import numpy as np
 from enginecore.config import POLICIES, EngineConfig
 from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
+from enginecore.frontend.pooling import Pooler, PoolingPlan
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
 from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
 from enginecore.frontend.text.hf_tokenizer import HFTokenizer
-from enginecore.frontend.text.prompts import encode_text, read_prompt
+from enginecore.frontend.text.prompts import encode_text, read_prompt, truncated
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER, Tokenizer
 from enginecore.frontend.validation import (
     bad_word_ids,
     check_choice,
+    check_fits,
     check_params,
     check_prompt,
     check_salt,
@@ -33,12 +35,14 @@ from enginecore.frontend.validation import (
 )
 from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
 from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
+from enginecore.pooling_params import PoolingParams
 from enginecore.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _SEED_BITS = 40
 """Each front-end has 2**40 seeds before it comes to those of the next."""
+_LOADING = "the engine is not ready: its model is still loading"
 _PIECE = 4096
 """Token ids to turn into text at once."""
 
@@ -62,7 +66,7 @@ class Frontend:
         number: Its own among the front-ends of the engine: they draw from seeds far apart.
 
     Raises:
-        ConfigError: the option chat_template names no template that parses.
+        ConfigError: the option chat_template names no template that parses, or pooler_config is wrong.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Frontend:
         """The engine's limits, to be set once its core is ready; no request is taken before."""
         self.sampling_defaults = {} if config.generation_config == "vllm" else sampling_defaults(files)
         """What the model recommends for parameters that a request leaves open."""
+        self._pooler = Pooler.of(files, config.pooler_config)
         self._config = config
         self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
         self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))
@@ -167,6 +172,51 @@ class Frontend:
             )
         return Prompt(text, ids, cache_salt)
 
+    def prepare_text(
+        self,
+        prompt: Any,
+        add_special_tokens: bool = True,
+        *,
+        truncate: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
+        cache_salt: str | None = None,
+    ) -> Prompt:
+        """Return a prompt that is to be pooled as token ids.
+
+        Args:
+            prompt: As for `prepare_prompt`, as are `add_special_tokens` and `cache_salt`.
+            truncate: Most tokens to keep, those put around a text included; -1 for as many as the model
+                takes, None for all.
+            truncation_side: Whether tokens are cut off at the right or at the left.
+
+        Raises:
+            RequestError: as `prepare_prompt`, or `truncate` is more than the model takes.
+        """
+        if truncate is None:
+            return self.prepare_prompt(prompt, add_special_tokens, cache_salt=cache_salt)
+        limit = self._max_model_len()
+        if not -1 <= truncate <= limit:
+            raise RequestError(
+                f"truncate_prompt_tokens must be between -1 and max_model_len={limit}, got {truncate}",
+                "truncate_prompt_tokens",
+            )
+        whole = read_prompt(prompt, self.tokenizer, add_special_tokens)
+        plain = None
+        if add_special_tokens and self.tokenizer is not None and whole.text is not None:
+            plain = self.tokenizer.encode(whole.text, add_special_tokens=False)
+        most = limit if truncate == -1 else truncate
+        return _salted(replace(whole, token_ids=truncated(whole, plain, most, truncation_side)), cache_salt)
+
+    def pooling_plan(self, params: PoolingParams | None = None) -> PoolingPlan:
+        """Return how prompts are pooled with `params`, or as the model does it.
+
+        Raises:
+            RequestError: they cannot be pooled so.
+        """
+        if self.limits is None:
+            raise RequestError(_LOADING)
+        return self._pooler.plan(params or PoolingParams(), self.limits)
+
     def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Return the tokens of `params.bad_words`; many of them take a while.
 
@@ -195,7 +245,7 @@ class Frontend:
         """
         prompt, params = request.prompt, request.params
         if self.limits is None:
-            raise RequestError("the engine is not ready: its model is still loading")
+            raise RequestError(_LOADING)
         if request.request_id in self._outputs:
             raise RequestError(
                 f"request id {request.request_id!r} belongs to an unfinished request", "request_id"
@@ -205,7 +255,11 @@ class Frontend:
             raise RequestError(f"priority has no effect with scheduling_policy {policy!r}", "priority")
         check_prompt(prompt.token_ids, self.limits)
         check_salt(prompt.cache_salt)
-        max_tokens = output_limit(len(prompt.token_ids), params, self.limits, shorten=shorten)
+        if request.pooling is not None:
+            check_fits(len(prompt.token_ids), self.limits)
+            max_tokens = 1
+        else:
+            max_tokens = output_limit(len(prompt.token_ids), params, self.limits, shorten=shorten)
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
@@ -226,6 +280,7 @@ class Frontend:
                     stop_ids,
                     list(bad_words),
                     self._seed(params, index),
+                    pooling=None if request.pooling is None else request.pooling.kind,
                 ),
                 cache_salt=prompt.cache_salt,
                 priority=request.priority,
@@ -253,6 +308,11 @@ class Frontend:
     def abort(self, request_id: str) -> list[int]:
         """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""
         return self._outputs.abort(request_id)
+
+    def _max_model_len(self) -> int:
+        if self.limits is None:
+            raise RequestError(_LOADING)
+        return self.limits.max_model_len
 
     def _check_length(self, text: str, param: str = "prompt") -> None:
         """Refuse a text that cannot fit before anybody's time is spent on cutting it into tokens."""

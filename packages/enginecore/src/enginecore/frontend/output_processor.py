@@ -8,14 +8,28 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from enginecore.frontend.pooling import PooledVector
 from enginecore.frontend.request import Request
 from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
 from enginecore.frontend.text.stop import StopMatcher
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.messages import FINISH_REASONS, RUNNING, STOP, AddRequest, Outputs, PositionLogprobs
+from enginecore.messages import (
+    FINISH_REASONS,
+    RUNNING,
+    STOP,
+    AddRequest,
+    Outputs,
+    PooledRows,
+    PositionLogprobs,
+)
 from enginecore.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling_params import RequestOutputKind
+
+_NOT_FINITE = (
+    "the model's hidden states are NaN or infinite: its weights are damaged, or too large for its dtype"
+)
 
 LogprobRow = dict[int, Logprob]
 """Candidates at one position by token id: the actual token first, then the most likely ones."""
@@ -37,6 +51,7 @@ class SampleState:
         "index",
         "logprobs",
         "message",
+        "pooled",
         "request",
         "stop_reason",
         "token_ids",
@@ -64,6 +79,8 @@ class SampleState:
         self.stop_reason: int | str | None = None
         self.changed = False
         """Whether something is new since the last output."""
+        plan = request.request.pooling
+        self.pooled = None if plan is None else PooledVector(plan, len(message.prompt))
         self._pieces: list[str] = []
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
@@ -93,6 +110,15 @@ class SampleState:
         if self.logprobs is not None and self.cumulative_logprob is not None:
             self.logprobs.append(row)
             self.cumulative_logprob += next(iter(row.values())).logprob
+
+    def end_pooled(self, vector: PooledVector) -> None:
+        """End the sample with a vector in the place of a token."""
+        embedding = vector.result()
+        if np.isfinite(embedding).all():
+            self.request.embedding = embedding
+            self.end("stop")
+        else:
+            self.end("error", _NOT_FINITE)
 
     def end(self, reason: str, stop_reason: str | None = None) -> None:
         """End the sample without a further token."""
@@ -169,6 +195,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "embedding",
         "eos_ids",
         "last_token_time",
         "metrics",
@@ -196,6 +223,8 @@ class RequestState:
         )
         self.num_prompt_logprobs = 0
         """Prompt positions whose log probabilities have come, whether the caller has taken them or not."""
+        self.embedding: NDArray[np.float32] | None = None
+        """[hidden], of a pooled request that has finished."""
 
     @property
     def finished(self) -> bool:
@@ -235,6 +264,7 @@ class RequestState:
             self.num_cached_tokens,
             prompt_logprobs,
             self.metrics,
+            self.embedding,
         )
 
 
@@ -319,6 +349,8 @@ class OutputProcessor:
                 sample.request.metrics.time_in_queue = waited
         for number, entry in outputs.prompt_logprobs:
             self._add_prompt_logprobs(number, entry)
+        if outputs.pooled is not None:
+            self._add_pooled(outputs.pooled)
         logprobs = self._rows_by_number(outputs.logprobs)
         changed: dict[RequestState, None] = {}
         stopped: list[int] = []
@@ -329,8 +361,11 @@ class OutputProcessor:
                 continue  # aborted, or past its stop string
             if number in logprobs:
                 sample.append_logprobs(logprobs[number].pop(0))
-            sample.append(token, code)
-            generated_tokens += 1
+            if sample.pooled is not None:
+                sample.end_pooled(sample.pooled)
+            else:
+                sample.append(token, code)
+                generated_tokens += 1
             changed[sample.request] = None
             if sample.finish_reason is not None:
                 self._finish(number)
@@ -370,6 +405,13 @@ class OutputProcessor:
         if sample is not None and sample.request.prompt_logprobs is not None:
             sample.request.prompt_logprobs += self._rows(entry, sample)
             sample.request.num_prompt_logprobs += len(entry.ranks)
+
+    def _add_pooled(self, pooled: PooledRows) -> None:
+        columns = pooled.rows.tolist(), pooled.starts.tolist(), pooled.counts.tolist()
+        for number, start, count, part in zip(*columns, pooled.vectors, strict=True):
+            sample = self._samples.get(number)
+            if sample is not None and sample.pooled is not None:
+                sample.pooled.add(start, count, part)
 
     def _rows_by_number(self, entries: Sequence[tuple[int, PositionLogprobs]]) -> dict[int, list[LogprobRow]]:
         found: dict[int, list[LogprobRow]] = {}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from enginecore.frontend.pooling import PoolingPlan
 from enginecore.sampling_params import SamplingParams
 
 
@@ -19,7 +20,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt with its parameters; `params.n` samples of it are run."""
+    """A prompt with its parameters; `params.n` samples of it are run, or it is pooled."""
 
     request_id: str
     prompt: Prompt
@@ -28,3 +29,10 @@ class Request:
     """Lower runs first, under the priority policy."""
     bad_word_ids: Sequence[list[int]] | None = None
     """`params.bad_words` as `Frontend.bad_word_ids` gives them; None where nobody has asked it yet."""
+    pooling: PoolingPlan | None = None
+    """How its prompt becomes a vector, for which `params` are the plan's; None to generate."""
+
+    @classmethod
+    def to_pool(cls, request_id: str, prompt: Prompt, plan: PoolingPlan, priority: int = 0) -> "Request":
+        """Return a request for a vector in the place of text; `Frontend.pooling_plan` makes plans."""
+        return cls(request_id, prompt, plan.sampling, priority, pooling=plan)

@@ -61,6 +61,12 @@ def output_limit(
     return room if params.max_tokens is None else params.max_tokens
 
 
+def check_fits(num_prompt: int, limits: EngineLimits) -> None:
+    """Raise ContextLengthError when a prompt to be pooled is longer than the context, which it may fill."""
+    if num_prompt > limits.max_model_len:
+        raise ContextLengthError(limits.max_model_len, f"it has {num_prompt} tokens")
+
+
 def check_params(
     params: SamplingParams, limits: EngineLimits, *, max_logprobs: int, tokenizer: Tokenizer | None
 ) -> None:

@@ -238,6 +238,7 @@ def _engine_limits(
         dynamic_length=spec.dynamic_length,
         dtype=str(dtype).removeprefix("torch."),
         lockstep=config.shares_experts,
+        hidden_size=spec.hidden_size,
     )
 
 

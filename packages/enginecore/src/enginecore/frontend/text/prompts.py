@@ -1,8 +1,8 @@
 """The forms in which a caller may give a prompt."""
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from enginecore.errors import RequestError
 from enginecore.frontend.request import Prompt
@@ -56,6 +56,40 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, add_sp
     if text is None:
         raise RequestError(f"a prompt must be {_FORMS}", "prompt")
     return Prompt(text, encode_text(text, tokenizer, add_special_tokens), salt)
+
+
+def as_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[PromptInput]:
+    """Return one prompt, or each of several, as a list; a list of integers is one prompt.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(prompts, str | Mapping | Prompt):
+        return [cast(PromptInput, prompts)]
+    listed = without_arrays(prompts)
+    if not isinstance(listed, Iterable):
+        raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}", "prompts")
+    many = list(listed)
+    if many and all(is_token_id(entry) for entry in many):
+        return [cast(Sequence[int], many)]
+    return cast(list[PromptInput], many)
+
+
+def truncated(prompt: Prompt, plain: list[int] | None, most: int, side: str) -> list[int]:
+    """Return the ids of a prompt, `most` of them at most, cut off at its `side` (left or right).
+
+    `plain` are the ids of its text by themselves: what is put around them, such as BOS and EOS, stays.
+    """
+    ids = prompt.token_ids
+    excess = len(ids) - most
+    if excess <= 0:
+        return ids
+    room = most if plain is None else most - (len(ids) - len(plain))
+    if plain is None or room < 0:
+        return ids[:most] if side == "right" else ids[excess:]
+    before = next(start for start in range(len(ids)) if ids[start : start + len(plain)] == plain)
+    kept = plain[:room] if side == "right" else plain[len(plain) - room :]
+    return ids[:before] + kept + ids[before + len(plain) :]
 
 
 def without_arrays(value: Any) -> Any:

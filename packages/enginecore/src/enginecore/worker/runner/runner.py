@@ -9,6 +9,7 @@ from enginecore.executor.step import StepInput, StepOutput
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.runner.buffers import InputBuffers
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
+from enginecore.worker.runner.pooling import PendingPooled, PoolingColumn
 from enginecore.worker.sampling.logprobs import LogprobColumns, merged
 from enginecore.worker.sampling.sampler import SamplingRows, sample
 from enginecore.worker.sampling.state import SamplingState
@@ -41,6 +42,13 @@ class PendingOutput:
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
         self._unfinished: Tensor | None = None
+        self._pooled: PendingPooled | None = None
+        self._num_results = len(places)
+
+    def add_pooled(self, pooled: PendingPooled | None, num_results: int) -> None:
+        """Have `result` give parts of vectors too, and 0 for those of its `num_results` tokens that no row
+        has sampled. The copy of `pooled` to the host was started before that of the tokens."""
+        self._pooled, self._num_results = pooled, num_results
 
     def add_answer(self, unfinished: Tensor) -> None:
         """Have `result` tell whether any engine has unfinished requests: `unfinished` int32 [1]."""
@@ -54,11 +62,12 @@ class PendingOutput:
         if self._copied is not None:
             self._copied.synchronize()
         sampled = self._tokens.numpy()
-        tokens = np.empty_like(sampled)
+        tokens = np.zeros(self._num_results, np.int32)
         tokens[self._places] = sampled
         unfinished = None if self._unfinished is None else bool(self._unfinished)
         logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
-        return StepOutput(self._step, tokens, logprobs, merged(self._prompt_logprobs), unfinished)
+        pooled = None if self._pooled is None else self._pooled.result()
+        return StepOutput(self._step, tokens, logprobs, merged(self._prompt_logprobs), unfinished, pooled)
 
 
 class Runner:
@@ -102,6 +111,7 @@ class Runner:
         self._max_rows = max_rows
         self._buffers = InputBuffers(max_rows, max_len, -(-max_len // self._block_size), cache.device)
         self._sampling = SamplingState(max_rows)
+        self._pooling = PoolingColumn(max_rows)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> PendingOutput:
@@ -134,7 +144,15 @@ class Runner:
             self._pp.send(hidden, self._pp.rank + 1)
             return _nothing(step)
         prompt_logprobs = self._prompt_logprobs(step, inputs, hidden)
-        return self._sample(step, inputs, hidden, prompt_logprobs)
+        # In the batch's order.
+        samples = step.plan.samples[inputs.order]
+        if not self._pooling.num_rows:
+            return self._sample(step, inputs, hidden, samples, prompt_logprobs)
+        pooled = self._pooling.pool(step.plan, inputs, hidden) if self._tp.rank == 0 else None
+        samples &= ~self._pooling.has(step.plan.rows[inputs.order])
+        output = self._sample(step, inputs, hidden, samples, prompt_logprobs)
+        output.add_pooled(pooled, int(step.plan.samples.sum()))
+        return output
 
     def _apply(self, step: StepInput) -> None:
         """Bring rows and cache to the state that the step starts from."""
@@ -142,10 +160,13 @@ class Runner:
             self._buffers.append_from_host(step.sampled)
         if step.copies.num_blocks:
             self._swap_blocks(step.copies)
-        self._sampling.free(step.plan.freed.tolist())
+        freed = step.plan.freed.tolist()
+        self._sampling.free(freed)
+        self._pooling.free(freed)
         for admitted, sampling in zip(step.plan.admitted, step.sampling, strict=True):
             self._buffers.fill(admitted)
             self._sampling.set(admitted.row, admitted.num_prompt, sampling)
+            self._pooling.set(admitted.row, sampling.pooling)
         self._buffers.change_tables(step.changes)
 
     def _rotation_lengths(self, step: StepInput, inputs: ModelInputs) -> Tensor | None:
@@ -183,15 +204,16 @@ class Runner:
         step: StepInput,
         inputs: ModelInputs,
         hidden: Tensor,
+        samples: np.ndarray,
         prompt_logprobs: list[LogprobColumns],
     ) -> PendingOutput:
+        """Sample for those sequences of the batch that `samples` bool[n] says."""
         plan = step.plan
-        # In the batch's order: whether a sequence samples, and which of the plan's sampling rows it is.
-        samples = plan.samples[inputs.order]
         if not samples.any():
             # On the device, so that the prompts' log probabilities are waited for.
             nothing = torch.empty(0, dtype=torch.int64, device=hidden.device)
             return PendingOutput(plan.step, nothing, np.empty(0, np.int64), [], prompt_logprobs)
+        # Which of the plan's sampling rows each is.
         places = (np.cumsum(plan.samples) - 1)[inputs.order[samples]]
         batch, hidden = self._sampling_rows(step, inputs, hidden, samples)
         logits = self._model.logits(hidden)
