@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from enginecore import LLM, EngineConfig, SamplingParams
+from enginecore import LLM, EngineConfig, PoolingParams, SamplingParams
 from enginecore.vllm_options import VLLMOptions
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from-vllm.md"
@@ -32,11 +32,13 @@ def here(section: str, name: str) -> bool:
         return name == "llm_engine" or hasattr(LLM, name)
     if section == "SamplingParams":
         return hasattr(SamplingParams, name)
+    if section == "PoolingParams":
+        return hasattr(PoolingParams, name)
     return name in ENGINE
 
 
 def test_every_table_is_read():
-    assert {section for section, _, _ in rows()} == {"LLM", "SamplingParams", "EngineArgs"}
+    assert {section for section, _, _ in rows()} == {"LLM", "SamplingParams", "PoolingParams", "EngineArgs"}
     assert {verdict for _, _, verdict in rows()} == {"same", "other", "missing", "taken"}
 
 
@@ -53,4 +55,5 @@ def test_a_name_is_what_the_document_says(section, name, verdict):
 def test_every_option_and_parameter_of_vllm_s_name_is_listed():
     listed = {(section, name) for section, name, _ in rows()}
     assert all(("SamplingParams", name) in listed for name in SamplingParams.__struct_fields__)
+    assert all(("PoolingParams", name) in listed for name in PoolingParams.__struct_fields__)
     assert all(("EngineArgs", name) in listed for name in TAKEN)

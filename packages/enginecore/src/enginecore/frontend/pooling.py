@@ -1,10 +1,10 @@
 """Embeddings in a front-end: what a model and a request ask for, and parts of vectors made into one."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -240,24 +240,28 @@ def pair(num_first: int, num_second: int, names: tuple[str, str]) -> list[tuple[
     return [(0 if num_first == 1 else index, index) for index in range(num_second)]
 
 
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
 def _sentence_transformers(files: ModelFiles) -> tuple[Pooling | None, bool, str | None]:
     """Return a model's pooling, whether it normalises, and what of its files cannot be followed."""
     path = files.path / "modules.json"
     if files.is_gguf or not path.is_file():
         return "last", True, None
     try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        kinds = [(str(module["type"]).rpartition(".")[2], module) for module in modules]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path} is not a list of sentence-transformers' modules: {error!r}") from error
-    other = next((kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None)
+        modules = msgspec.json.decode(path.read_bytes(), type=list[_Module])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not a list of sentence-transformers' modules: {error}") from error
+    kinds = [module.type.rpartition(".")[2] for module in modules]
+    other = next((kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None)
     if other is not None:
         return None, False, f"{files.name}: its modules.json has a module {other}, which is not supported"
-    normalise = any(kind == "Normalize" for kind, _ in kinds)
-    pooling = next((module for kind, module in kinds if kind == "Pooling"), None)
-    if pooling is None:
+    normalise = "Normalize" in kinds
+    if "Pooling" not in kinds:
         return "last", normalise, None
-    settings = read_json(files.path / str(pooling.get("path", "")) / "config.json") or {}
+    settings = read_json(files.path / modules[kinds.index("Pooling")].path / "config.json") or {}
     modes = [name.removeprefix("pooling_mode_") for name, value in settings.items() if value is True]
     modes = [mode for mode in modes if f"pooling_mode_{mode}" in settings]
     if isinstance(settings.get("pooling_mode"), str):
