@@ -4,18 +4,17 @@ import asyncio
 import os
 import random
 import signal
-import threading
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 import byte_tokenizer
 from checkpoints import Oracle, llama_config, save_random
-from enginecore import LLM, AsyncEngine, PoolingParams
+from enginecore import LLM, AsyncEngine, PoolingParams, Prompt, Request
 from enginecore.config import make_config
 from enginecore.errors import RequestError
+from enginecore.frontend.pooling import embedding_output
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_batched_tokens": 24}
 KINDS = ("last", "mean")
@@ -87,18 +86,26 @@ def test_an_asynchronous_engine(model, prompts, expected):
 
 def test_a_core_that_is_killed_is_started_again_and_changes_no_vector(model, prompts, expected):
     async def scenario(engine):
-        wanted = [asyncio.create_task(engine.embed(prompts, PoolingParams(pooling_type=k))) for k in KINDS]
-        async with asyncio.timeout(60):
-            while not engine.stats.running:
-                await asyncio.sleep(0)
         (pid,) = engine.core_pids
-        os.kill(pid, signal.SIGKILL)
-        last, mean = await asyncio.gather(*wanted)
+        found = {}
+        async with engine.submit(requests(engine.frontend, prompts)) as stream:
+            async for index, output in stream:
+                if not found:
+                    os.kill(pid, signal.SIGKILL)
+                found[index] = embedding_output(output)
         assert engine.core_pids != [pid]
-        assert_close(last, expected["last"])
-        assert_close(mean, expected["mean"])
+        assert_close([found[index] for index in range(len(found))], expected["last"] + expected["mean"])
 
     with_engine(model, scenario)
+
+
+def requests(frontend, prompts):
+    """A request for each pooling of each prompt."""
+    plans = [frontend.pooling_plan(PoolingParams(pooling_type=kind)) for kind in KINDS]
+    wanted = [(prompt, plan) for plan in plans for prompt in prompts]
+    return [
+        Request.to_pool(str(number), Prompt(None, ids), plan) for number, (ids, plan) in enumerate(wanted)
+    ]
 
 
 @pytest.mark.slow
@@ -117,18 +124,15 @@ def test_ranks_that_share_the_requests_and_one_that_is_killed(model, prompts, ex
     try:
         for kind in KINDS:
             assert_close(llm.embed(prompts, pooling_params=PoolingParams(pooling_type=kind)), expected[kind])
-        pid = llm.llm_engine._engine.core_pids[0]
-
-        def kill() -> None:
-            while not llm.llm_engine.stats().running:
-                pass
-            os.kill(pid, signal.SIGKILL)
-
-        thread = threading.Thread(target=kill, daemon=True)
-        thread.start()
-        params = PoolingParams(pooling_type="mean")
-        assert_close(llm.embed(prompts * 4, pooling_params=params), expected["mean"] * 4)
-        thread.join()
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        engine, found = llm.llm_engine, {}
+        for request in requests(engine.frontend, prompts):
+            engine.add(request)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if not found:
+                    os.kill(engine._engine.core_pids[0], signal.SIGKILL)
+                found[int(output.request_id)] = embedding_output(output)
+        assert_close([found[index] for index in range(len(found))], expected["last"] + expected["mean"])
+        assert len(found) == 2 * len(prompts)
     finally:
         llm.shutdown()

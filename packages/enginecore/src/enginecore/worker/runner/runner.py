@@ -162,7 +162,8 @@ class Runner:
             self._swap_blocks(step.copies)
         freed = step.plan.freed.tolist()
         self._sampling.free(freed)
-        self._pooling.free(freed)
+        if self._pooling.num_rows:
+            self._pooling.free(freed)
         for admitted, sampling in zip(step.plan.admitted, step.sampling, strict=True):
             self._buffers.fill(admitted)
             self._sampling.set(admitted.row, admitted.num_prompt, sampling)
