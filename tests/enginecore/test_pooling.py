@@ -195,6 +195,8 @@ def test_base64_is_little_endian_float32():
 def test_truncation_keeps_what_is_put_around_a_text(most, side, right):
     prompt = Prompt("abc", [1, 10, 11, 12, 2])
     assert truncated(prompt, [10, 11, 12], most, side) == right
+    # Where the text's own tokens differ from those within the whole, there is nothing to tell apart.
+    assert truncated(prompt, [10, 13, 12], 2, side) == ([1, 10] if side == "right" else [12, 2])
     bare = replace(prompt, text=None, token_ids=[10, 11, 12])
     assert truncated(bare, None, 2, side) == ([10, 11] if side == "right" else [11, 12])
 

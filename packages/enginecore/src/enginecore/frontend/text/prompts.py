@@ -85,9 +85,10 @@ def truncated(prompt: Prompt, plain: list[int] | None, most: int, side: str) -> 
     if excess <= 0:
         return ids
     room = most if plain is None else most - (len(ids) - len(plain))
-    if plain is None or room < 0:
+    around = range(0 if plain is None else len(ids) - len(plain) + 1)
+    before = next((start for start in around if ids[start : start + len(plain or ())] == plain), None)
+    if plain is None or before is None or room < 0:
         return ids[:most] if side == "right" else ids[excess:]
-    before = next(start for start in range(len(ids)) if ids[start : start + len(plain)] == plain)
     kept = plain[:room] if side == "right" else plain[len(plain) - room :]
     return ids[:before] + kept + ids[before + len(plain) :]
 
