@@ -17,6 +17,12 @@ DEMO = "demo"
 POLICIES = ("fcfs", "priority", "time_slice", "shortest_first")
 """Names that `scheduling_policy` has for the policies that are here."""
 
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "llama4_json", "mistral", "pythonic")
+"""Names that `tool_call_parser` has for the parsers that are here."""
+
+REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
+"""Names that `reasoning_parser` has for the parsers that are here."""
+
 
 def option(default: Any, text: str) -> Any:
     """Declare an option with its default and the line that `--help` shows."""
@@ -142,6 +148,16 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"
     )
+    tool_call_parser: str | None = option(
+        None,
+        f"format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}, or module:Class, a parser of "
+        "your own; default: requests with tools are refused",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}, or module:Class, a parser of your "
+        "own; default: it is part of the answer",
+    )
 
     def __post_init__(self) -> None:
         for name, low in _AT_LEAST.items():
@@ -154,11 +170,10 @@ class EngineConfig:
             raise ConfigError(f"swap_space must be finite and at least 0 GiB, got {self.swap_space}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode=swap needs swap_space, the GiB of host memory to swap to")
-        if self.scheduling_policy not in POLICIES and ":" not in self.scheduling_policy:
-            raise ConfigError(
-                f"scheduling_policy must be one of {', '.join(POLICIES)}, or module:Class, "
-                f"got {self.scheduling_policy!r}"
-            )
+        for name, known in _NAMED.items():
+            value = getattr(self, name)
+            if value is not None and value not in known and ":" not in value:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, or module:Class, got {value!r}")
         if not self.model:
             raise ConfigError("model is empty: give a folder, a .gguf file, a hub id, or demo")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
@@ -250,6 +265,13 @@ class EngineConfig:
             )
 
 
+_NAMED = {
+    "scheduling_policy": POLICIES,
+    "tool_call_parser": TOOL_CALL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
+}
+"""Options that name something that is here, or a class of somebody else."""
+
 _AT_LEAST = {
     "max_model_len": 2,
     "max_num_seqs": 1,
@@ -315,6 +337,8 @@ class EngineOptions(TypedDict, total=False):
     pooler_config: dict[str, Any] | None
     max_logprobs: int
     chat_template: str | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:

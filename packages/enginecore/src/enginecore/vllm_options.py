@@ -40,6 +40,7 @@ class VLLMOptions:
     convert: str | None = _taken("every model generates and embeds", "auto", "none", "embed")
     skip_tokenizer_init: bool | None = _taken("the tokenizer is loaded where there is one", False)
     enable_lora: bool | None = _taken("there are no adapters", False)
+    enable_auto_tool_choice: bool | None = _taken("tool_call_parser turns tool calls on", True)
     cpu_offload_gb: float | None = _taken("weights stay on the device", 0.0)
 
     def __post_init__(self) -> None:

@@ -85,7 +85,10 @@ class SampleState:
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, params.skip_special_tokens, request.request.prompt.token_ids
+                tokenizer,
+                params.skip_special_tokens,
+                request.request.prompt.token_ids,
+                request.request.shown_tokens,
             )
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         # Text that nobody looks at before the end is made at the end, at once.

@@ -29,6 +29,8 @@ class Request:
     """Lower runs first, under the priority policy."""
     bad_word_ids: Sequence[list[int]] | None = None
     """`params.bad_words` as `Frontend.bad_word_ids` gives them; None where nobody has asked it yet."""
+    shown_tokens: Sequence[str] = ()
+    """Special tokens that the text shows even where `params.skip_special_tokens` leaves the others out."""
     pooling: PoolingPlan | None = None
     """How its prompt becomes a vector, for which `params` are the plan's; None to generate."""
 

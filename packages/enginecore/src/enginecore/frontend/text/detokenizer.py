@@ -5,7 +5,7 @@ run, holds invalid bytes back for ever, and has no way to ask for what it still 
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, cast
 
 from enginecore.frontend.text.tokenizer import Tokenizer
@@ -31,20 +31,26 @@ class IncrementalDetokenizer:
         skip_special_tokens: Show nothing for special tokens.
         prompt: Ids of the text that this one continues. They are not shown; only, where there is such text,
             the first word keeps the space before it that decoding would strip.
+        shown: Special tokens that are shown all the same, as the vocabulary spells them.
     """
 
     __slots__ = ("flush", "push")
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+        shown: Collection[str] = (),
     ) -> None:
         stream: _Stream
+        hidden = tokenizer.hidden_ids(skip_special_tokens, shown)
         if tokenizer.decoding.kind == "bytes":
-            stream = _ByteStream(tokenizer, skip_special_tokens)
+            stream = _ByteStream(tokenizer, hidden)
         elif tokenizer.decoding.kind == "byte_fallback":
-            stream = _ByteFallbackStream(tokenizer, skip_special_tokens, prompt)
+            stream = _ByteFallbackStream(tokenizer, hidden, prompt)
         else:
-            stream = _WindowStream(tokenizer, skip_special_tokens, prompt)
+            stream = _WindowStream(tokenizer, hidden, prompt)
         self.push = stream.push
         """push(ids) -> str: the text that these tokens complete."""
         self.flush = stream.flush
@@ -56,8 +62,8 @@ class _ByteStream:
 
     __slots__ = ("_held", "_pieces")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._pieces = cast("Mapping[int, bytes]", tokenizer.pieces(hide_special=skip_special_tokens))
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._pieces = cast("Mapping[int, bytes]", tokenizer.pieces(hidden))
         self._held = b""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -76,8 +82,8 @@ class _ByteFallbackStream:
 
     __slots__ = ("_pieces", "_run", "_strip")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt: Sequence[int]) -> None:
-        self._pieces = tokenizer.pieces(hide_special=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], prompt: Sequence[int]) -> None:
+        self._pieces = tokenizer.pieces(hidden)
         self._run = b""
         continues = any(self._pieces[token] for token in reversed(prompt))
         self._strip = 0 if continues else tokenizer.decoding.strip
@@ -122,9 +128,9 @@ class _WindowStream:
     _LONGEST_CHARACTER = 4
     """Tokens, at one byte each, that the end of a text may wait for."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._hidden = hidden
         self._window = list(prompt[-self._CONTEXT :])
         self._shown = len(self._decode())
         self._waiting = 0
@@ -148,4 +154,5 @@ class _WindowStream:
         return new
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip)
+        shown = [token for token in self._window if token not in self._hidden]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)

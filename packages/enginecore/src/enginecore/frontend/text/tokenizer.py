@@ -1,7 +1,7 @@
 """Text to token ids and back, on Hugging Face's `tokenizers`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -55,7 +55,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         """One above the highest id; vocabularies have no gaps."""
         self.decoding = _decoding(backend)
-        self._pieces = {False: _Pieces(self, hide_special=False), True: _Pieces(self, hide_special=True)}
+        self._pieces: dict[frozenset[int], _Pieces] = {}
 
     @cached_property
     def longest_token(self) -> int:
@@ -119,26 +119,35 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token adds to a text; none for an unknown id."""
-        piece = self._pieces[False][token_id]
+        piece = self.pieces()[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
-    def pieces(self, *, hide_special: bool) -> Mapping[int, bytes | str]:
+    def hidden_ids(self, skip_special_tokens: bool, shown: Collection[str] = ()) -> frozenset[int]:
+        """Return the ids that a text leaves out: none, or all special tokens but those spelled in `shown`."""
+        if not skip_special_tokens:
+            return frozenset()
+        return self.special_ids.difference(self.token_id(spelling) for spelling in shown)
+
+    def pieces(self, hidden: frozenset[int] = frozenset()) -> Mapping[int, bytes | str]:
         """Return what each id adds to a text, looked up on first use.
 
         Bytes, always so in a "bytes" vocabulary; text, for other tokens than single bytes; b"" for an unknown
-        id or a hidden one.
+        id or one in `hidden`.
         """
-        return self._pieces[hide_special]
+        found = self._pieces.get(hidden)
+        if found is None:
+            found = self._pieces.setdefault(hidden, _Pieces(self._backend, self.decoding, hidden))
+        return found
 
 
 class _Pieces(dict[int, bytes | str]):
     """Id to piece. A plain dict lookup for every token but the first of its kind."""
 
-    def __init__(self, tokenizer: Tokenizer, *, hide_special: bool) -> None:
+    def __init__(self, backend: "tokenizers.Tokenizer", decoding: Decoding, hidden: frozenset[int]) -> None:
         super().__init__()
-        self._backend = tokenizer._backend
-        self._decoding = tokenizer.decoding
-        self._hidden = tokenizer.special_ids if hide_special else frozenset()
+        self._backend = backend
+        self._decoding = decoding
+        self._hidden = hidden
 
     def __missing__(self, token: int) -> bytes | str:
         text = None if token in self._hidden or token < 0 else self._backend.id_to_token(token)

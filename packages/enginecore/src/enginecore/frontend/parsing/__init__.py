@@ -1,0 +1,40 @@
+"""Parsers of reasoning and of tool calls: text in pieces of any size in, events out. No torch.
+
+A parser of your own inherits from `ToolParser` or `ReasoningParser`, and options name it as module:Class.
+"""
+
+from enginecore.frontend.parsing.events import (
+    Arguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+    ReasoningParser,
+    ToolParser,
+)
+from enginecore.frontend.parsing.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    AnswerParser,
+    Parsers,
+    load_parsers,
+)
+
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "AnswerParser",
+    "Arguments",
+    "CallEnd",
+    "CallStart",
+    "Content",
+    "Event",
+    "Parser",
+    "Parsers",
+    "Reasoning",
+    "ReasoningParser",
+    "ToolParser",
+    "load_parsers",
+]
