@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from enginecore.config import EngineConfig
 from enginecore.errors import RequestError
+from enginecore.frontend.parsing import Parsers
 from enginecore.frontend.request import Prompt, Request
 from enginecore.messages import EngineLimits, EngineStats
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
@@ -31,6 +32,7 @@ class ByteTokenizer:
 
 class ByteFrontend:
     tokenizer = ByteTokenizer()
+    parsers = Parsers()
     sampling_defaults: ClassVar[dict[str, Any]] = {}
 
     def prepare_prompt(

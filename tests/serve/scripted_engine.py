@@ -9,6 +9,7 @@ from typing import Any
 
 from enginecore.config import EngineConfig
 from enginecore.errors import EngineDeadError, OctavoError, RequestError
+from enginecore.frontend.parsing import Parsers
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.stream import StreamOutput
 from enginecore.messages import EngineLimits, EngineStats
@@ -63,6 +64,7 @@ class ScriptedFrontend:
         self.tokenizer = ByteTokenizer()
         self.limits = LIMITS
         self.added_special_tokens = False
+        self.parsers = Parsers()
         self.sampling_defaults: dict[str, Any] = {}
         self.detokenized_in: threading.Thread | None = None
         self.tokenized_in: threading.Thread | None = None

@@ -1,5 +1,6 @@
 """Answers as models write them in each format, and what parsers make of a text, in a form to compare."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ def read(parser: Parser, pieces: Iterable[str]) -> Answer:
 def cut(text: str, places: Sequence[int]) -> list[str]:
     """Return `text` in pieces that end at `places`."""
     ends = sorted({min(place, len(text)) for place in places} | {0, len(text)})
-    return [text[start:end] for start, end in zip(ends, ends[1:])]
+    return [text[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def as_objects(calls: Iterable[Call]) -> list[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+import byte_tokenizer
 from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.tokenizer import Tokenizer
@@ -170,3 +171,25 @@ def test_a_token_costs_the_same_late_in_a_text(vocabulary: Tokenizer) -> None:
     most_allocated(0)  # fills the vocabulary's table of pieces
     # All that was pushed before would be thousands of bytes.
     assert most_allocated(2000) < most_allocated(0) + 500
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte_fallback", "other"])
+def test_special_tokens_that_a_caller_needs_are_shown(tokenizer_folders: dict[str, Path], kind: str) -> None:
+    """Others stay hidden, and the oracle is the backend's own decoding without them."""
+    backend = byte_tokenizer.backend()
+    if kind == "byte_fallback":
+        backend = tokenizers.Tokenizer.from_file(str(tokenizer_folders["byte-fallback"] / "tokenizer.json"))
+    backend.add_special_tokens(["<tool_call>", "<hidden>"])
+    if kind == "other":
+        backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.decoding.kind == kind
+    ids = tokenizer.encode("a time<hidden><tool_call> é the<hidden>", add_special_tokens=False)
+    hidden = tokenizer.token_id("<hidden>")
+    expected = backend.decode([token for token in ids if token != hidden], skip_special_tokens=False)
+    assert "<tool_call>" in expected
+    for step in (1, 2, len(ids)):
+        detokenizer = IncrementalDetokenizer(tokenizer, shown=["<tool_call>", "<not there>"])
+        shown = [detokenizer.push(ids[start : start + step]) for start in range(0, len(ids), step)]
+        assert "".join(shown) + detokenizer.flush() == expected
+    assert "".join(stream(tokenizer, ids)) == backend.decode(ids)

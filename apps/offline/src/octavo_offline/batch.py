@@ -64,6 +64,8 @@ class _Key(NamedTuple):
     custom_id: str
     head: openai.Head
     body: ChatBody | CompletionBody
+    parsers: openai.Parsers = openai.NO_PARSERS
+    """Of a chat's reasoning and tool calls."""
 
 
 class _NoRequest(RequestError):
@@ -102,9 +104,9 @@ class _Writer:
 
     def answer(self, result: Result) -> None:
         """Write the answer to a job that ran."""
-        _, custom_id, head, body = result.job.key
+        _, custom_id, head, body, parsers = result.job.key
         if isinstance(body, ChatBody):
-            content = openai.chat_answer(head, body, result.outputs[0], self._vocabulary)
+            content = openai.chat_answer(head, body, result.outputs[0], self._vocabulary, parsers)
         else:
             content = openai.completion_answer(head, body, result.outputs, self._vocabulary)
         self._write(custom_id, {"response": _response(200, head.id, content), "error": None})
@@ -179,12 +181,13 @@ def _read(engine: "Engine", names: Sequence[str], number: int, line: _Line) -> J
 
 def _chat_job(engine: "Engine", number: int, custom_id: str, model: str, body: ChatBody) -> Job:
     _refuse_streaming(body)
+    parsers = openai.parsers_of(body, engine.frontend.parsers)
     prompt = engine.frontend.prepare_chat(
         body.messages, cache_salt=body.cache_salt, **openai.template_options(body)
     )
-    key = _Key(number, custom_id, _head("chatcmpl", model), body)
+    key = _Key(number, custom_id, _head("chatcmpl", model), body, parsers)
     params = openai.chat_params(body, engine.frontend.sampling_defaults)
-    return Job(key, [prompt], [params], body.priority or 0)
+    return Job(key, [prompt], [params], body.priority or 0, parsers.special_tokens)
 
 
 def _completion_job(engine: "Engine", number: int, custom_id: str, model: str, body: CompletionBody) -> Job:

@@ -24,6 +24,8 @@ class Job(NamedTuple):
     params: Sequence[SamplingParams]
     """Those of each prompt; they ask for FINAL_ONLY."""
     priority: int = 0
+    shown_tokens: Sequence[str] = ()
+    """Special tokens that the answers' text must show."""
 
 
 class Result(NamedTuple):
@@ -81,7 +83,7 @@ class _Run:
         running = _Running(job, [f"{next(self._numbers)}" for _ in job.prompts], {})
         try:
             for request_id, prompt, params in zip(running.ids, job.prompts, job.params, strict=True):
-                self._engine.add(Request(request_id, prompt, params, job.priority))
+                self._engine.add(Request(request_id, prompt, params, job.priority, None, job.shown_tokens))
                 self._running[request_id] = running
         except RequestError as error:
             return [self._give_up(running, error)]

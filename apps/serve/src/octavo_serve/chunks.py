@@ -14,7 +14,10 @@ from enginecore.frontend.openai import (
     Body,
     ChatBody,
     CompletionBody,
+    Delta,
+    Deltas,
     Head,
+    Parsers,
     Row,
     TextOffsets,
     Vocabulary,
@@ -36,7 +39,7 @@ _encode = msgspec.json.Encoder().encode
 class _Choice:
     """Streaming state of one choice: whether it has finished, and how much of its text is sent."""
 
-    __slots__ = ("finished", "length", "offsets")
+    __slots__ = ("deltas", "finished", "length", "offsets")
 
     def __init__(self) -> None:
         self.finished = False
@@ -44,6 +47,8 @@ class _Choice:
         """Characters sent."""
         self.offsets: TextOffsets | None = None
         """Of its tokens that have logprobs."""
+        self.deltas: Deltas | None = None
+        """Where its text is parsed."""
 
 
 class Chunks(ABC):
@@ -93,7 +98,7 @@ class Chunks(ABC):
         for index in range(self._num_choices):
             choice = self._choices.setdefault(index, _Choice())
             if not choice.finished:
-                events.append(self._event(index, self._content(""), b"null", _ending("abort", None)))
+                self._abort(events, index, choice)
         return b"".join(events)
 
     def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
@@ -106,6 +111,9 @@ class Chunks(ABC):
         else:
             return
         events.append(self._event(index, self._content(sample.text), logprobs, ending))
+
+    def _abort(self, events: list[bytes], index: int, choice: _Choice) -> None:
+        events.append(self._event(index, self._content(""), b"null", _ending("abort", None)))
 
     def _event(self, index: int, content: bytes, logprobs: bytes, ending: bytes) -> bytes:
         tail = self._usage_tail() if self._continuous else self._tail
@@ -191,13 +199,44 @@ class ChatChunks(Chunks):
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, head: Head, body: ChatBody, prompts: Sequence[Prompt], vocabulary: Vocabulary) -> None:
-        super().__init__(head, body, prompts)
+    def __init__(
+        self, head: Head, body: ChatBody, prompt: Prompt, vocabulary: Vocabulary, parsers: Parsers
+    ) -> None:
+        """`parsers` look for reasoning and calls, where there are any."""
+        super().__init__(head, body, [prompt])
         self._body = body
+        self._prompt = prompt.text or ""
         self._vocabulary = vocabulary
+        self._parsers = parsers
 
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+        if any(self._parsers):
+            choice.deltas = Deltas(self._body, self._parsers, self._prompt)
         return [self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", _RUNNING)]
+
+    def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
+        if choice.deltas is None:
+            super()._append(events, index, choice, sample)
+            return
+        logprobs = self._logprobs(choice, sample)
+        deltas = choice.deltas.push(sample.text)
+        reason = sample.finish_reason
+        if reason is not None:
+            choice.finished = True
+            deltas += choice.deltas.finish()
+            reason = choice.deltas.finish_reason(reason)
+        elif logprobs != b"null" and not deltas:
+            deltas = [{}]
+        for delta in deltas:
+            events.append(self._event(index, _member(delta), logprobs, _RUNNING))
+            logprobs = b"null"
+        if reason is not None:
+            events.append(self._event(index, _member({}), logprobs, _ending(reason, sample.stop_reason)))
+
+    def _abort(self, events: list[bytes], index: int, choice: _Choice) -> None:
+        held = [] if choice.deltas is None else choice.deltas.finish()
+        events += [self._event(index, _member(delta), b"null", _RUNNING) for delta in held]
+        super()._abort(events, index, choice)
 
     def _content(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'
@@ -221,6 +260,10 @@ def line_safe(event: bytes) -> bytes:
         for character, escaped in _LINE_BREAKS.items():
             event = event.replace(character, escaped)
     return event
+
+
+def _member(delta: Delta) -> bytes:
+    return b'"delta":' + _encode(delta)
 
 
 def _ending(finish_reason: str, stop_reason: Any) -> bytes:

@@ -3,7 +3,8 @@
     from enginecore import LLM, SamplingParams
 
 Names are imported when first used, so that a front-end process never loads torch. Public beside these are the
-modules `enginecore.errors`, `enginecore.metrics`, `enginecore.options` and `enginecore.frontend.openai`.
+modules `enginecore.errors`, `enginecore.metrics`, `enginecore.options`, `enginecore.frontend.openai`, and
+`enginecore.frontend.parsing` for parsers of one's own.
 """
 
 import importlib

@@ -87,6 +87,7 @@ async def create_chat_completion(http: HttpRequest) -> Response:
     fields = openai.decode(raw)
     name = openai.model_name(fields, server.names)
     body = openai.read_chat(fields, server.engine.config.max_logprobs)
+    parsers = openai.parsers_of(body, frontend.parsers)
     params = openai.chat_params(body, frontend.sampling_defaults)
     options = openai.template_options(body)
     with openai.blaming(body):
@@ -101,9 +102,17 @@ async def create_chat_completion(http: HttpRequest) -> Response:
         server,
         head,
         body,
-        _requests(server, head, body, [prompt], [params], await _bad_words(server, params)),
-        lambda: ChatChunks(head, body, [prompt], vocabulary),
-        lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
+        _requests(
+            server,
+            head,
+            body,
+            [prompt],
+            [params],
+            await _bad_words(server, params),
+            parsers.special_tokens,
+        ),
+        lambda: ChatChunks(head, body, prompt, vocabulary, parsers),
+        lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary, parsers),
         _record(http, head, body, [prompt]),
         key_name(http.scope),
     ).response()
@@ -116,10 +125,13 @@ def _requests(
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
     bad_words: list[list[int]] | None,
+    shown_tokens: Sequence[str] = (),
 ) -> list[Request]:
     # Numbered, since two clients may choose the same id.
     return [
-        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words)
+        Request(
+            f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words, shown_tokens
+        )
         for prompt, wanted in zip(prompts, params, strict=True)
     ]
 

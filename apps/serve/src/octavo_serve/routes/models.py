@@ -23,6 +23,7 @@ class TokenizeBody(msgspec.Struct):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -64,7 +65,10 @@ async def tokenize(request: Request) -> Response:
         messages = body.messages or []
         openai.check_messages(messages)
         openai.check_template_kwargs(body.chat_template_kwargs)
+        openai.check_tool_list(body.tools or [])
         options = dict(body.chat_template_kwargs or {})
+        if body.tools:
+            options["tools"] = body.tools
         options["add_generation_prompt"] = body.add_generation_prompt is not False
         if body.add_special_tokens:
             options["add_special_tokens"] = True

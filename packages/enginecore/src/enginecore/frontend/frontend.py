@@ -17,6 +17,7 @@ import numpy as np
 from enginecore.config import POLICIES, EngineConfig
 from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
+from enginecore.frontend.parsing import load_parsers
 from enginecore.frontend.pooling import Pooler, PoolingPlan
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
@@ -66,7 +67,8 @@ class Frontend:
         number: Its own among the front-ends of the engine: they draw from seeds far apart.
 
     Raises:
-        ConfigError: the option chat_template names no template that parses, or pooler_config is wrong.
+        ConfigError: the option chat_template names no template that parses, pooler_config is wrong, or an
+            option names no parser.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class Frontend:
         self.sampling_defaults = {} if config.generation_config == "vllm" else sampling_defaults(files)
         """What the model recommends for parameters that a request leaves open."""
         self._pooler = Pooler.of(files, config.pooler_config)
+        self.parsers = load_parsers(config)
+        """Parsers of reasoning and of tool calls in chats."""
         self._config = config
         self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
         self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))

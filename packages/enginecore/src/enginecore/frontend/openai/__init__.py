@@ -32,6 +32,7 @@ from enginecore.frontend.openai.conversion import (
     fit_default,
     template_options,
 )
+from enginecore.frontend.openai.deltas import Delta, Deltas, parsers_of
 from enginecore.frontend.openai.embeddings import (
     EmbeddingBody,
     PoolingBody,
@@ -49,6 +50,7 @@ from enginecore.frontend.openai.embeddings import (
     score_answer,
     score_inputs,
 )
+from enginecore.frontend.openai.tools import check_tool_list
 from enginecore.frontend.openai.validation import (
     ModelNotFound,
     check_messages,
@@ -57,16 +59,21 @@ from enginecore.frontend.openai.validation import (
     read_chat,
     read_completion,
 )
+from enginecore.frontend.parsing import NO_PARSERS, Parsers
 
 __all__ = [
+    "NO_PARSERS",
     "Body",
     "ChatBody",
     "CompletionBody",
+    "Delta",
+    "Deltas",
     "EmbeddingBody",
     "Head",
     "Integer",
     "ModelNotFound",
     "NoVocabulary",
+    "Parsers",
     "PoolingBody",
     "RerankBody",
     "Row",
@@ -81,6 +88,7 @@ __all__ = [
     "check_inputs",
     "check_messages",
     "check_template_kwargs",
+    "check_tool_list",
     "completion_answer",
     "completion_logprobs",
     "completion_params",
@@ -95,6 +103,7 @@ __all__ = [
     "fit_default",
     "model_name",
     "naming",
+    "parsers_of",
     "read_chat",
     "read_completion",
     "read_embedding",

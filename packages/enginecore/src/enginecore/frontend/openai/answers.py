@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
+from enginecore.frontend.openai.deltas import Deltas
+from enginecore.frontend.parsing import NO_PARSERS, Parsers
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -87,20 +89,11 @@ def completion_answer(
     return {**_heading(head, "text_completion"), "choices": choices, "usage": count_usage(outputs)}
 
 
-def chat_answer(head: Head, body: ChatBody, output: RequestOutput, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the whole answer to `body`."""
-    choices = [
-        {
-            "index": sample.index,
-            "message": {"role": "assistant", "content": sample.text, "refusal": None},
-            "logprobs": chat_logprobs(sample.token_ids, sample.logprobs, body.top_logprobs or 0, vocabulary)
-            if body.logprobs and sample.logprobs is not None
-            else None,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-        }
-        for sample in output.outputs
-    ]
+def chat_answer(
+    head: Head, body: ChatBody, output: RequestOutput, vocabulary: Vocabulary, parsers: Parsers = NO_PARSERS
+) -> dict[str, Any]:
+    """Return the whole answer to `body`; `parsers` (see `parsers_of`) look for reasoning and calls in it."""
+    choices = [_chat_choice(body, output, sample, vocabulary, parsers) for sample in output.outputs]
     answer = {**_heading(head, "chat.completion"), "choices": choices, "usage": count_usage([output])}
     if output.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -253,6 +246,26 @@ def _completion_choice(
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
     return choice
+
+
+def _chat_choice(
+    body: ChatBody,
+    output: RequestOutput,
+    sample: CompletionOutput,
+    vocabulary: Vocabulary,
+    parsers: Parsers,
+) -> dict[str, Any]:
+    deltas = Deltas(body, parsers, output.prompt or "")
+    logprobs = None
+    if body.logprobs and sample.logprobs is not None:
+        logprobs = chat_logprobs(sample.token_ids, sample.logprobs, body.top_logprobs or 0, vocabulary)
+    return {
+        "index": sample.index,
+        "message": deltas.message(sample.text),
+        "logprobs": logprobs,
+        "finish_reason": deltas.finish_reason(sample.finish_reason),
+        "stop_reason": sample.stop_reason,
+    }
 
 
 def _candidate(token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary) -> dict[str, Any]:

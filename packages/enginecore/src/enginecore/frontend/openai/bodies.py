@@ -97,6 +97,15 @@ class ChatBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may hold tool calls."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def asked_tokens(self) -> int | None:

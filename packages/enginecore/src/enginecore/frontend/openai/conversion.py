@@ -128,6 +128,8 @@ def template_options(body: ChatBody) -> dict[str, Any]:
         value = getattr(body, name)
         if value is not None:
             options[name] = value
+    if body.tools:
+        options["tools"] = body.tools
     if options.get("continue_final_message") and "add_generation_prompt" not in options:
         options["add_generation_prompt"] = False
     if body.add_special_tokens:

@@ -1,10 +1,12 @@
 """Validation of bodies, and the fields that this version refuses by name."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody, convert
+from enginecore.frontend.openai.tools import check_tools
+from enginecore.frontend.text.tool_messages import check_calls
 
 MAX_N = 128
 """Most samples of one prompt, as in OpenAI's API."""
@@ -25,8 +27,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_embeds": ()}
 
 _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
@@ -37,13 +37,13 @@ _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
 
 _REASONS = {
     "response_format": 'response_format: only {"type": "text"} is supported by this version',
-    "tools": 'tools are not supported by this version; tool_choice "none" asks for plain text',
-    "tool_choice": "tool_choice needs tools, which this version does not support",
+    "functions": "functions is not supported: it was replaced by tools",
+    "function_call": "function_call is not supported: it was replaced by tool_choice",
     "chat_template": "a request may not bring its own chat_template",
 }
 """What is said of a refused field where "not supported" would not do."""
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ModelNotFound(RequestError):
@@ -97,14 +97,14 @@ def read_chat(fields: Mapping[str, Any], max_logprobs: int) -> ChatBody:
         RequestError: with the field at fault as its `param`.
     """
     body = convert(fields, ChatBody)
-    ignored = {"tools"} if fields.get("tool_choice") == "none" else set()
-    _refuse(fields, _REFUSED_CHAT, ignored)
+    _refuse(fields, _REFUSED_CHAT)
     _check_shared(fields, body, max_logprobs)
     check_template_kwargs(body.chat_template_kwargs)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     _check_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
     check_messages(body.messages)
+    check_tools(body)
     return body
 
 
@@ -129,12 +129,10 @@ def _check_shared(fields: Mapping[str, Any], body: Body, max_logprobs: int) -> N
     _refuse(fields, _REFUSED)
 
 
-def _refuse(
-    fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]], ignored: Collection[str] = ()
-) -> None:
+def _refuse(fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
     for name, harmless in refused.items():
         value = fields.get(name)
-        if value is not None and value not in harmless and name not in ignored:
+        if value is not None and value not in harmless:
             raise RequestError(_REASONS.get(name, f"{name} is not supported by this version"), name)
 
 
@@ -146,10 +144,10 @@ def check_template_kwargs(given: dict[str, Any] | None) -> None:
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Check what the chat template leaves open: which roles there are, and that nothing asks for tools.
+    """Check what the chat template leaves open: which roles there are, and that each says something.
 
     Raises:
-        RequestError: there is no message, or one has an unknown role, no content or a tool call.
+        RequestError: there is no message, or one has an unknown role, or neither content nor a tool call.
     """
     if not messages:
         raise RequestError("messages is empty: give at least one message", "messages")
@@ -159,7 +157,14 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         if role not in ROLES:
             roles = ", ".join(ROLES)
             raise RequestError(f"{where}.role must be one of {roles}, got {role!r:.80}", "messages")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise RequestError(f"{where}: tool calls are not supported by this version", "messages")
-        if message.get("content") is None:
+        if message.get("function_call"):
+            raise RequestError(
+                f"{where}.function_call is not supported: it was replaced by tool_calls", "messages"
+            )
+        calls = message.get("tool_calls")
+        if calls and role != "assistant":
+            raise RequestError(f"{where}.tool_calls: only an assistant calls tools", "messages")
+        if calls:
+            check_calls(calls, where)
+        if message.get("content") is None and not calls:
             raise RequestError(f"{where}.content is missing", "messages")

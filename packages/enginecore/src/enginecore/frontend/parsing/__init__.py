@@ -15,6 +15,7 @@ from enginecore.frontend.parsing.events import (
     ToolParser,
 )
 from enginecore.frontend.parsing.registry import (
+    NO_PARSERS,
     REASONING_PARSERS,
     TOOL_PARSERS,
     AnswerParser,
@@ -23,6 +24,7 @@ from enginecore.frontend.parsing.registry import (
 )
 
 __all__ = [
+    "NO_PARSERS",
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "AnswerParser",

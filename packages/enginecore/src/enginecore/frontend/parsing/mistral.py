@@ -1,4 +1,4 @@
-"""Mistral's formats: `[TOOL_CALLS] [{"name": "f", "arguments": {}}]` and the newer `[TOOL_CALLS]f[ARGS]{}`."""
+"""Mistral's formats: `[TOOL_CALLS] [{"name": "f", "arguments": {}}]`, later `[TOOL_CALLS]f[ARGS]{}`."""
 
 import re
 import secrets

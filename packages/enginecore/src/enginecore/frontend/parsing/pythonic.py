@@ -181,6 +181,8 @@ def _as_json(arguments: str) -> str:
         if not isinstance(call, ast.Call) or call.args:
             raise NoCall
         values = {_keyword(entry): _literal(entry.value) for entry in call.keywords}
+        if len(values) < len(call.keywords):
+            raise NoCall
         text = json.dumps(values, ensure_ascii=False, allow_nan=False)
         if any("\ud800" <= character <= "\udfff" for character in text):
             text = json.dumps(values)

@@ -1,6 +1,6 @@
 """Parsers by the names that the options tool_call_parser and reasoning_parser have for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 from enginecore.config import EngineConfig
@@ -57,15 +57,25 @@ class AnswerParser:
 
 
 class Parsers(NamedTuple):
-    """The parsers that the options name."""
+    """Parsers of an engine's answers, or of one answer; None for what is not looked for."""
 
     tools: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
 
-    def special_tokens(self, tools: type[ToolParser] | None) -> Sequence[str]:
-        """Return the special tokens that an answer's text must show, with calls of `tools` or without."""
-        chosen = [parser for parser in (tools, self.reasoning) if parser is not None]
-        return [token for parser in chosen for token in parser.special_tokens]
+    @property
+    def special_tokens(self) -> list[str]:
+        """Special tokens that the text must show."""
+        return [token for parser in self if parser is not None for token in parser.special_tokens]
+
+    def start(self, prompt: str) -> AnswerParser:
+        """Return the parser of a sample that continues `prompt`."""
+        return AnswerParser(
+            None if self.reasoning is None else self.reasoning(prompt),
+            None if self.tools is None else self.tools(prompt),
+        )
+
+
+NO_PARSERS = Parsers()
 
 
 def load_parsers(config: EngineConfig) -> Parsers:

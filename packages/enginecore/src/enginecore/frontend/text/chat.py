@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginecore.errors import ConfigError, RequestError
 from enginecore.frontend.text.tokenizer import Tokenizer
+from enginecore.frontend.text.tool_messages import plain_calls
 
 if TYPE_CHECKING:
     from enginecore.frontend.text.template_engine import CompiledTemplate
@@ -120,8 +121,12 @@ def _plain_message(message: Any, index: int, join_parts: bool) -> dict[str, Any]
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] must be an object with a role, got {message!r}", "messages")
     plain = {key: value for key, value in message.items() if value is not None}
-    if plain.get("tool_calls") == []:  # it asks for nothing, and would be taken for a call
-        del plain["tool_calls"]
+    calls = plain_calls(plain.pop("tool_calls", ()), f"messages[{index}]")
+    if calls:  # an empty list asks for nothing, and templates would take it for a call
+        plain = {**plain, "content": plain.get("content", ""), "tool_calls": calls}
+    reasoning = plain.get("reasoning_content", plain.get("reasoning"))
+    if reasoning is not None:  # templates know it by one name or the other
+        plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
     content = plain.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [
