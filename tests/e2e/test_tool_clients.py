@@ -137,7 +137,7 @@ def test_openais_stream_helper_joins_the_calls(served):
 
 def test_a_call_that_was_cut(served):
     """Nothing is made up: what there is of the arguments, and the finish reason says why."""
-    asked = served.ask("one", max_tokens=60)
+    asked = served.ask("one", max_tokens=52)
     whole = served.server.client.chat.completions.create(**asked).choices[0]
     streamed = joined(list(served.server.client.chat.completions.create(**asked, stream=True)))
     assert whole.finish_reason == streamed[2] == "length"
