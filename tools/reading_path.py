@@ -42,7 +42,11 @@ PATH = {
 }
 """Parts of the path, in order, and the files or folders of each."""
 
-PLUG_INS = {"gguf.py", "gguf_tokenizer.py", "experts.py"}
+PLUG_INS = {
+    *("gguf.py", "gguf_tokenizer.py", "experts.py"),
+    *("hermes.py", "llama3_json.py", "mistral.py", "pythonic.py", "reasoning.py"),
+    *("call_text.py", "json_calls.py", "json_span.py"),
+}
 
 
 def code_lines(source: str) -> int:
