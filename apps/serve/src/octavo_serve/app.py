@@ -13,10 +13,13 @@ from octavo_serve.access import AccessLog
 from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
+from octavo_serve.formats.anthropic_body import CountBody, MessagesBody
+from octavo_serve.formats.responses_body import ResponsesBody
 from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
+from octavo_serve.response_store import ResponseStore
 from octavo_serve.root_path import RootPath
-from octavo_serve.routes import admin, embeddings, experts, generate, models, status
+from octavo_serve.routes import admin, embeddings, experts, generate, messages, models, responses, status
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -31,6 +34,12 @@ _ROUTES = (
     ("POST", "/rerank", embeddings.rerank, RerankBody),
     ("POST", "/v1/rerank", embeddings.rerank, RerankBody),
     ("POST", "/v2/rerank", embeddings.rerank, RerankBody),
+    ("POST", "/v1/responses", responses.create_response, ResponsesBody),
+    ("GET", "/v1/responses/{response_id}", responses.show_response, None),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete_response, None),
+    ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None),
+    ("POST", "/v1/messages", messages.create_message, MessagesBody),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens, CountBody),
     ("GET", "/v1/models", models.list_models, None),
     ("GET", "/v1/models/{name:path}", models.show_model, None),
     ("POST", "/tokenize", models.tokenize, models.TokenizeBody),
@@ -56,10 +65,12 @@ def create_app(
     options: ServeConfig,
     report: Callable[[HttpMessage], None] = lambda message: None,
     limits: Limits | None = None,
+    stored: ResponseStore | None = None,
 ) -> FastAPI:
     """Return the ASGI application; its `state.server` is the `ServerState` that the routes share.
 
-    `report` tells the supervisor, and `limits` are those of all HTTP processes, by default this one's own.
+    `report` tells the supervisor; `limits` and `stored` are those of all HTTP processes, by default of this
+    one alone.
     """
     routes = _ROUTES + _ADMIN_ROUTES if options.admin_routes else _ROUTES
     paths = frozenset(path for _, path, _, _ in routes)
@@ -92,7 +103,7 @@ def create_app(
             response_model=None,
             openapi_extra=None if body is None else _body_schema(body),
         )
-    app.state.server = ServerState(engine, options, report, limits)
+    app.state.server = ServerState(engine, options, report, limits, stored)
     return app
 
 

@@ -47,7 +47,7 @@ class KeyGuard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, send)
+            await error.response(route_path(scope))(scope, receive, send)
 
     def name_of(self, given: bytes) -> str | None:
         """Return the name of the key `given`, None if it is none; all keys take the same time."""

@@ -92,6 +92,10 @@ class Chunks(ABC):
             return DONE
         return self._start + self._usage_tail() + DONE
 
+    def error(self, error: ApiError) -> bytes:
+        """Return an error as the event that ends a stream which has begun."""
+        return b"data: " + line_safe(error.body()) + b"\n\n" + DONE
+
     def abort(self) -> bytes:
         """Return the last chunks of the choices that have none yet, ended with "abort"."""
         events = []
@@ -247,11 +251,6 @@ class ChatChunks(Chunks):
         return _encode(
             chat_logprobs(sample.token_ids, sample.logprobs, self._body.top_logprobs or 0, self._vocabulary)
         )
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return an error as the event that ends a stream which has begun."""
-    return b"data: " + line_safe(error.body()) + b"\n\n" + DONE
 
 
 def line_safe(event: bytes) -> bytes:

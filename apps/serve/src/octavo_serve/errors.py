@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from enginecore.errors import EngineDeadError, RequestAbortedError, RequestError
 from enginecore.frontend.openai import ModelNotFound, error_answer
+from octavo_serve.root_path import route_path
 
 _UNEXPECTED = "the server failed to answer this request"
 
@@ -18,6 +19,15 @@ _ROUTING = {404: "there is no route {1}", 405: "{0} is not allowed on {1}"}
 """Messages, of method and path, of what no endpoint was asked about."""
 _CODES = {405: "method_not_supported"}
 _LONGEST_PATH = 200
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +53,17 @@ class ApiError(Exception):
         """Return the error as JSON."""
         return msgspec.json.encode(error_answer(self.status, str(self), self.param, self.code))
 
-    def response(self) -> Response:
-        """Return the error as a whole response."""
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def anthropic_body(self) -> bytes:
+        """Return the error as Anthropic's API tells it."""
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, other)
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(self)}})
+
+    def response(self, path: str) -> Response:
+        """Return the error as a whole response to a request for `path`, in that API's shape."""
+        anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
+        body = self.anthropic_body() if anthropic else self.body()
+        return Response(body, self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -70,12 +88,12 @@ def as_api_error(error: Exception) -> ApiError:
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in _ROUTING:
         error.detail = _ROUTING[error.status_code].format(request.method, request.url.path[:_LONGEST_PATH])
-    return as_api_error(error).response()
+    return as_api_error(error).response(route_path(request.scope))
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
     # The framework raises the error again once this is sent, and the HTTP server logs it.
-    return ApiError(500, _UNEXPECTED).response()
+    return ApiError(500, _UNEXPECTED).response(route_path(request.scope))
 
 
 HANDLERS: dict[int | type[Exception], Any] = {

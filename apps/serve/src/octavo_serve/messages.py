@@ -6,6 +6,11 @@ from enginecore import EngineConfig, logs
 from enginecore.data_parallel.messages import CoordinatorAddress
 from octavo_serve.config import ServeConfig
 
+COUNTS = "counts"
+"""File in which all HTTP processes count what limits are about; see `octavo_serve.limits`."""
+RESPONSES = "responses"
+"""Folder of stored responses; see `octavo_serve.response_store`."""
+
 
 class HttpSettings(msgspec.Struct):
     """Settings of an HTTP process."""
@@ -21,8 +26,8 @@ class HttpSettings(msgspec.Struct):
     boards: dict[int, str]
     """Path of each rank's board."""
     coordinator: CoordinatorAddress | None
-    counts: str
-    """File in which all HTTP processes count what limits are about; see `octavo_serve.limits`."""
+    shared: str
+    """Folder that all HTTP processes share, with COUNTS and RESPONSES."""
     metrics: str
     """Folder in which all HTTP processes count."""
     at_once: bool

@@ -58,7 +58,7 @@ def main() -> int:
             report,
             settings.started,
             settings.at_once,
-            Path(settings.counts),
+            Path(settings.shared),
         )
     except OctavoError as error:
         report(HttpFailed(str(error)))

@@ -19,8 +19,9 @@ from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 from octavo_serve.limits import Limits
 from octavo_serve.listening import BACKLOG, url
-from octavo_serve.messages import HttpMessage, HttpReady
+from octavo_serve.messages import COUNTS, RESPONSES, HttpMessage, HttpReady
 from octavo_serve.protocol import HttpProtocol
+from octavo_serve.response_store import ResponseStore
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -47,22 +48,27 @@ def run(
     report: Callable[[HttpMessage], None] = lambda message: None,
     started: int | None = None,
     at_once: bool = True,
-    counts: Path | None = None,
+    shared: Path | None = None,
 ) -> int:
     """Serve on `listener` until a signal asks to stop or the engine dies; return the exit status.
 
     `index` is this process's among those that serve on it, of which the first logs for all. `report` tells
     the supervisor. The server was `started` then, in seconds since the epoch; now if None.
     With `at_once` connections are accepted while the model loads, to say so; else others serve meanwhile, and
-    they are accepted once requests are taken. `counts` is the file in which all processes count for limits.
+    they are accepted once requests are taken. `shared` is the folder that all processes
+    share, with their counts for limits and stored responses.
 
     Raises:
         OctavoError: the engine could not start.
     """
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        limits = Limits(options, list(options.keys()), counts, index if counts else 0)
-        life = _Life(listener, make_engine(), options, limits, index, report, started, at_once)
+        keys = list(options.keys())
+        if shared is None:
+            app_state = Limits(options, keys), None
+        else:
+            app_state = Limits(options, keys, shared / COUNTS, index), ResponseStore(shared / RESPONSES)
+        life = _Life(listener, make_engine(), options, app_state, index, report, started, at_once)
         return runner.run(life.run())
 
 
@@ -82,7 +88,7 @@ class _Life:
         listener: socket.socket,
         engine: "AsyncEngine",
         options: ServeConfig,
-        limits: Limits,
+        shared: tuple[Limits, ResponseStore | None],
         index: int,
         report: Callable[[HttpMessage], None],
         started: int | None,
@@ -93,7 +99,7 @@ class _Life:
         self._report = report
         self._serving: asyncio.Task[None] | None = None
         self._at_once = at_once
-        app = create_app(engine, options, report, limits)
+        app = create_app(engine, options, report, *shared)
         self._engine = engine
         self._state: ServerState = app.state.server
         if started is not None:

@@ -1,9 +1,11 @@
 """State that all routes share: the engine, the names it goes by, and the streams of clients."""
 
 import itertools
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginecore.frontend.openai import NoVocabulary, Vocabulary
@@ -11,6 +13,7 @@ from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
 from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
+from octavo_serve.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine, Frontend, Request, RequestStream
@@ -25,12 +28,16 @@ class ServerState:
         options: ServeConfig,
         report: Callable[[HttpMessage], None] = lambda message: None,
         limits: Limits | None = None,
+        stored: ResponseStore | None = None,
     ) -> None:
-        """`limits` are those of all HTTP processes; by default this one's own."""
+        """`limits` and `stored` are those of all HTTP processes; by default this one's own."""
         self.engine = engine
         self.options = options
         self.limits = limits or Limits(options, list(options.keys()))
         engine.on_load = self.limits.note_load
+        self._own_folder = tempfile.TemporaryDirectory(prefix="octavo-") if stored is None else None
+        self.stored = stored or ResponseStore(Path(self._own_folder.name if self._own_folder else ""))
+        """Responses that conversations go on from."""
         self.report = report
         """Tells the supervisor."""
         self.names = options.served_model_name or (engine.config.model,)

@@ -19,7 +19,15 @@ from enginecore.threads import user_environment
 from octavo_serve.config import ServeConfig
 from octavo_serve.limits import make_counts
 from octavo_serve.listening import url
-from octavo_serve.messages import HttpFailed, HttpMessage, HttpReady, HttpSettings, ReloadExperts
+from octavo_serve.messages import (
+    COUNTS,
+    RESPONSES,
+    HttpFailed,
+    HttpMessage,
+    HttpReady,
+    HttpSettings,
+    ReloadExperts,
+)
 
 STOPPED = 0
 ENGINE_DIED = 1
@@ -125,8 +133,10 @@ class Supervisor:
         self._metrics = self._ranks.folder / "metrics"
         self._metrics.mkdir(mode=0o700)
         self._num_processes = server.api_server_count or len(engine.local_ranks)
-        self._counts = self._ranks.folder / "counts"
-        make_counts(self._counts, self._num_processes, len(server.keys()))
+        self._shared = self._ranks.folder / "http"
+        self._shared.mkdir(mode=0o700)
+        (self._shared / RESPONSES).mkdir()
+        make_counts(self._shared / COUNTS, self._num_processes, len(server.keys()))
 
     def run(self) -> int:
         """Serve until asked to stop, or until no rank can be started any more; return the exit status.
@@ -228,7 +238,7 @@ class Supervisor:
             number=self._number,
             boards={rank: str(path) for rank, path in self._ranks.boards.items()},
             coordinator=self._ranks.coordinator,
-            counts=str(self._counts),
+            shared=str(self._shared),
             metrics=str(self._metrics),
             started=self._began,
             at_once=index == 0 and not self._serves,

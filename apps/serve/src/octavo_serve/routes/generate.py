@@ -1,8 +1,9 @@
 """POST /v1/completions and /v1/chat/completions."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -13,8 +14,8 @@ from enginecore.errors import RequestAbortedError
 from enginecore.frontend import openai
 from octavo_serve.access import RequestRecord, record_of
 from octavo_serve.auth import key_name
-from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
-from octavo_serve.errors import as_api_error
+from octavo_serve.chunks import ChatChunks, CompletionChunks
+from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
@@ -23,20 +24,42 @@ _EACH_WORD = 256
 """Characters of a long text that take as long to tokenise as a word that is by itself."""
 
 
-class _Job(NamedTuple):
+class Events(Protocol):
+    """Encodes the outputs of a request as events of its stream."""
+
+    def encode(self, prompt: int, output: RequestOutput) -> bytes:
+        """Return the events for an output of prompt number `prompt`; empty when there is nothing to tell."""
+        ...
+
+    def end(self) -> bytes:
+        """Return what follows the last output."""
+        ...
+
+    def abort(self) -> bytes:
+        """Return the last events of what has not finished; `end` follows."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end a stream which has begun."""
+        ...
+
+
+class Job(NamedTuple):
     """A body, ready to be run and answered."""
 
     server: ServerState
     head: openai.Head
     body: openai.Body
     requests: Sequence[Request]
-    chunks: Callable[[], Chunks]
+    events: Callable[[], Events]
     """Makes the encoder of a streamed answer."""
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
     """Makes the whole answer of the requests' final outputs."""
     record: RequestRecord
     key: str | None
     """Name of the client's key."""
+    fields: Mapping[str, str] = {}
+    """Names that fields of `body` have in the API that it was asked by, where they have others."""
 
     def response(self) -> Response:
         """Return the response, streamed if the body asks for that."""
@@ -67,7 +90,7 @@ async def create_completion(http: HttpRequest) -> Response:
     each = [openai.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
     head = openai.Head(answer_id(http, "cmpl"), int(time.time()), name)
     vocabulary = server.vocabulary
-    return _Job(
+    return Job(
         server,
         head,
         body,
@@ -81,10 +104,59 @@ async def create_completion(http: HttpRequest) -> Response:
 
 async def create_chat_completion(http: HttpRequest) -> Response:
     """Answer a conversation."""
+    raw = await read_body(http)
+    chat = await prepare_chat(http, openai.decode(raw), len(raw), "chatcmpl")
+    head, body, prompt, parsers = chat.head, chat.body, chat.prompt, chat.parsers
+    vocabulary = chat.server.vocabulary
+    return chat.job(
+        lambda: ChatChunks(head, body, prompt, vocabulary, parsers),
+        lambda output: openai.chat_answer(head, body, output, vocabulary, parsers),
+    ).response()
+
+
+class Chat(NamedTuple):
+    """A conversation, ready to be run."""
+
+    server: ServerState
+    head: openai.Head
+    body: openai.ChatBody
+    prompt: Prompt
+    parsers: openai.Parsers
+    request: Request
+    record: RequestRecord
+    key: str | None
+
+    def job(
+        self,
+        events: Callable[[], Events],
+        answer: Callable[[RequestOutput], dict[str, Any]],
+        fields: Mapping[str, str] | None = None,
+    ) -> Job:
+        """Return the job whose answer is made by `answer`, or as a stream by what `events` returns.
+
+        `fields` are the names that the chat's fields have in another API.
+        """
+        return Job(
+            self.server,
+            self.head,
+            self.body,
+            [self.request],
+            events,
+            lambda outputs: answer(outputs[0]),
+            self.record,
+            self.key,
+            fields or {},
+        )
+
+
+async def prepare_chat(http: HttpRequest, fields: dict[str, Any], size: int, prefix: str) -> Chat:
+    """Return the conversation that a chat's `fields` ask for.
+
+    `size` is that of the request's body, in bytes, and the answer's id begins with `prefix`. Raises as the
+    conversion of bodies does.
+    """
     server = server_of(http)
     frontend = server.frontend
-    raw = await read_body(http)
-    fields = openai.decode(raw)
     name = openai.model_name(fields, server.names)
     body = openai.read_chat(fields, server.engine.config.max_logprobs)
     parsers = openai.parsers_of(body, frontend.parsers)
@@ -92,30 +164,27 @@ async def create_chat_completion(http: HttpRequest) -> Response:
     options = openai.template_options(body)
     with openai.blaming(body):
         prompt = await off_loop(
-            len(raw),
+            size,
             lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
         )
     params = openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len)
-    head = openai.Head(answer_id(http, "chatcmpl"), int(time.time()), name)
-    vocabulary = server.vocabulary
-    return _Job(
-        server,
-        head,
-        body,
-        _requests(
-            server,
-            head,
-            body,
-            [prompt],
-            [params],
-            await _bad_words(server, params),
-            parsers.special_tokens,
-        ),
-        lambda: ChatChunks(head, body, prompt, vocabulary, parsers),
-        lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary, parsers),
-        _record(http, head, body, [prompt]),
-        key_name(http.scope),
-    ).response()
+    head = openai.Head(answer_id(http, prefix), int(time.time()), name)
+    bad_words = await _bad_words(server, params)
+    (request,) = _requests(server, head, body, [prompt], [params], bad_words, parsers.special_tokens)
+    record = _record(http, head, body, [prompt])
+    return Chat(server, head, body, prompt, parsers, request, record, key_name(http.scope))
+
+
+@contextmanager
+def renaming(fields: Mapping[str, str]) -> Generator[None]:
+    """Let a RequestError name a field as another API does: `fields` are its names, by those of a chat."""
+    try:
+        yield
+    except RequestError as error:
+        name = fields.get(error.param or "")
+        if name is None:
+            raise
+        raise RequestError(str(error), name, error.code) from error
 
 
 def _requests(
@@ -151,9 +220,9 @@ async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[i
     return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
 
 
-async def _whole_answer(job: _Job) -> bytes:
+async def _whole_answer(job: Job) -> bytes:
     outputs: dict[int, RequestOutput] = {}
-    with openai.blaming(job.body):
+    with renaming(job.fields), openai.blaming(job.body):
         async with job.server.open_stream(job.requests, job.key) as stream:
             async for index, output in stream:
                 job.record.add(index, output)
@@ -162,25 +231,25 @@ async def _whole_answer(job: _Job) -> bytes:
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
 
 
-async def _events(job: _Job, response: EventStream) -> AsyncGenerator[bytes, None]:
+async def _events(job: Job, response: EventStream) -> AsyncGenerator[bytes, None]:
     """Yield a stream's events; an error is raised while nothing was sent, and is an event later."""
-    chunks = job.chunks()
+    events = job.events()
     try:
-        with openai.blaming(job.body):
+        with renaming(job.fields), openai.blaming(job.body):
             async with job.server.open_stream(job.requests, job.key) as stream:
                 async for index, output in stream:
                     job.record.add(index, output)
                     raise_failure(output)
-                    events = chunks.encode(index, output)
-                    if events:
-                        yield events
+                    encoded = events.encode(index, output)
+                    if encoded:
+                        yield encoded
     except RequestAbortedError:
         if not response.started:
             raise
-        yield chunks.abort()
+        yield events.abort()
     except Exception as error:
         if not response.started:
             raise
-        yield error_event(as_api_error(error))
+        yield events.error(as_api_error(error))
         return
-    yield chunks.end()
+    yield events.end()

@@ -1,0 +1,38 @@
+"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's API."""
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from enginecore.frontend import openai
+from octavo_serve.formats import anthropic_answer
+from octavo_serve.formats.anthropic_body import CountBody, MessagesBody, chat_fields
+from octavo_serve.routes.generate import prepare_chat
+from octavo_serve.routes.requests import off_loop, read_body, server_of
+
+
+async def create_message(http: HttpRequest) -> Response:
+    """Answer a conversation."""
+    server = server_of(http)
+    server.frontend  # noqa: B018 - 503 while the model loads, whatever the body
+    raw = await read_body(http)
+    fields = openai.decode(raw)
+    name = openai.model_name(fields, server.names)
+    body = openai.convert(fields, MessagesBody)
+    chat = await prepare_chat(http, {"model": name, **chat_fields(body)}, len(raw), "msg")
+    return chat.job(
+        lambda: anthropic_answer.MessageEvents(chat.head, chat.body, chat.prompt, chat.parsers),
+        lambda output: anthropic_answer.message(chat.head, chat.body, output, chat.parsers),
+    ).response()
+
+
+async def count_tokens(http: HttpRequest) -> Response:
+    """Return how many tokens a conversation has as a prompt."""
+    server = server_of(http)
+    frontend = server.frontend
+    raw = await read_body(http)
+    fields = openai.decode(raw)
+    openai.model_name(fields, server.names)
+    chat = openai.read_chat(chat_fields(openai.convert(fields, CountBody)), -1)
+    options = openai.template_options(chat)
+    prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(chat.messages, **options))
+    return JSONResponse({"input_tokens": len(prompt.token_ids)})
