@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginecore.async_engine import AsyncEngine
+    from enginecore.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from enginecore.config import EngineConfig
     from enginecore.core.piped_ranks import PipedRanks
     from enginecore.core.supervisor import RankSupervisor
@@ -33,6 +34,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEngine": "async_engine",
+    "BeamSearch": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
     "Engine": "engine",
@@ -60,6 +65,10 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearch",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "Engine",

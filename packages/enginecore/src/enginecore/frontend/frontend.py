@@ -89,7 +89,8 @@ class Frontend:
         """What the model recommends for parameters that a request leaves open."""
         self._pooler = Pooler.of(files, config.pooler_config)
         self._config = config
-        self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
+        self.eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
+        """Tokens that end an answer: the tokenizer's EOS, and those of the model's files."""
         self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))
         self._outputs = OutputProcessor(tokenizer, clock)
         self._own_template: ChatTemplate | None = None
@@ -266,7 +267,7 @@ class Frontend:
         bad_words = request.bad_word_ids
         if bad_words is None:
             bad_words = self.bad_word_ids(params)
-        stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]
+        stop_ids = [] if params.ignore_eos else [i for i in self.eos_ids if i < self.limits.vocab_size]
         stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
         check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
         ids = np.array(prompt.token_ids, np.int32)
@@ -287,7 +288,7 @@ class Frontend:
             )
             for index in range(params.n)
         ]
-        return Added(self._outputs.add(request, self._eos_ids, messages), messages)
+        return Added(self._outputs.add(request, self.eos_ids, messages), messages)
 
     def resume(self, numbers: Iterable[int], *, alone: Collection[int] = ()) -> dict[int, AddRequest]:
         """Return what is to be sent to another core, in this order, by the numbers that the first one knows.
