@@ -44,6 +44,8 @@ class LogprobGroup(NamedTuple):
     """The same on the device; None for all rows."""
     width: int
     """-1 for the whole vocabulary."""
+    candidates: Tensor | None
+    """int64 [g, width] where they ask for certain ones; None for the likeliest."""
 
 
 class SamplingColumns(NamedTuple):
@@ -70,10 +72,8 @@ class SamplingColumns(NamedTuple):
 
         Logits are changed of the rows in `changed` bool[n]: those with penalties or constraints that apply.
         """
-        widths = state.logprobs[rows]
-        asked = widths > -2
         # Logprobs are those of the logits before they are changed.
-        in_place = dtype == torch.float32 and not asked.any()
+        in_place = dtype == torch.float32 and not (state.logprobs[rows] > -2).any()
         whole = in_place or changed.all() or not changed.any()
         members = [np.arange(len(rows))] if whole else [np.flatnonzero(~changed), np.flatnonzero(changed)]
         indices = [None] if whole else upload_integers(members, device)
@@ -83,17 +83,30 @@ class SamplingColumns(NamedTuple):
         ]
         order = None if whole else upload_integers([np.argsort(np.concatenate(members))], device)[0]
         places = np.arange(len(rows)) if whole else np.cumsum(changed) - 1
-        distinct = np.unique(widths[asked]).tolist()
-        groups = [np.flatnonzero(widths == width) for width in distinct]
-        alike = len(groups) == 1 and asked.all()
-        uploaded = [None] if alike else upload_integers(groups, device)
         return cls(
             parts,
             order,
             _constraints(state, rows, changed, places, device),
             _penalties(state, rows, places, device),
-            [LogprobGroup(*group) for group in zip(groups, uploaded, distinct, strict=True)],
+            _logprob_groups(state, rows, device),
         )
+
+
+def _logprob_groups(state: "SamplingState", rows: np.ndarray, device: torch.device) -> list[LogprobGroup]:
+    widths = state.logprobs[rows]
+    named = np.isin(rows, list(state.logprob_ids))
+    asked = sorted({*zip(widths.tolist(), named.tolist(), strict=True)} - {(-2, False)})
+    groups = [np.flatnonzero((widths == width) & (named == by_id)) for width, by_id in asked]
+    alike = len(groups) == 1 and len(groups[0]) == len(rows)
+    uploaded = [None] if alike else upload_integers(groups, device)
+    found = []
+    for (width, by_id), index, on_device in zip(asked, groups, uploaded, strict=True):
+        candidates = None
+        if by_id:
+            ids = np.concatenate([state.logprob_ids[row] for row in rows[index].tolist()])
+            candidates = upload_integers([ids], device)[0].view(len(index), width)
+        found.append(LogprobGroup(index, on_device, width, candidates))
+    return found
 
 
 def _settings(state: "SamplingState", rows: np.ndarray, device: torch.device) -> DrawSettings | None:

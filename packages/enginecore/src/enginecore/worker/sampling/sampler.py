@@ -49,9 +49,9 @@ def sample(logits: Tensor, batch: SamplingRows, tokens: Tensor, state: SamplingS
     chosen = drawn[0] if columns.order is None else torch.cat(drawn)[columns.order]
     logprobs = []
     reported = chosen.clamp(min=0) if columns.logprobs else chosen
-    for index, rows, width in columns.logprobs:
+    for index, rows, width, candidates in columns.logprobs:
         found = LogprobColumns(index, np.ones(len(index), np.int64), width, logits.shape[-1], logits.device)
-        found.write(0, logits, reported if rows is None else reported[rows], rows)
+        found.write(0, logits, reported if rows is None else reported[rows], rows, candidates)
         logprobs.append(found)
     return Sampled(chosen, logprobs)
 

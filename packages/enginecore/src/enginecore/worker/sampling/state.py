@@ -31,6 +31,8 @@ class SamplingState:
         self.seed = np.zeros(max_rows, np.uint64)
         self.logprobs = np.full(max_rows, -2, np.int32)
         """Candidates asked for; -1 is the whole vocabulary, -2 is none."""
+        self.logprob_ids: dict[int, np.ndarray] = {}
+        """By row, of those that ask for certain candidates: int32 [candidates]."""
         self.prompt_logprobs = np.full(max_rows, -2, np.int32)
         self.prompt_logprobs_done = np.zeros(max_rows, np.int32)
         self.floats = {name: np.zeros(max_rows, np.float32) for name in _FLOATS}
@@ -48,6 +50,10 @@ class SamplingState:
         self.top_k[row] = min(params.top_k, _MOST)
         self.seed[row] = np.uint64(sampling.seed % 2**64)
         self.logprobs[row] = _count(params.logprobs)
+        self.logprob_ids.pop(row, None)
+        if params.logprob_token_ids is not None:
+            ids = np.array(list(dict.fromkeys(params.logprob_token_ids)), np.int32)
+            self.logprob_ids[row], self.logprobs[row] = ids, len(ids)
         self.prompt_logprobs[row] = _count(params.prompt_logprobs)
         self.prompt_logprobs_done[row] = sampling.prompt_logprobs_done
         for name, column in self.floats.items():
@@ -63,6 +69,7 @@ class SamplingState:
         """Forget rows that ended or were preempted."""
         for row in rows:
             self.constraints.pop(row, None)
+            self.logprob_ids.pop(row, None)
 
     def columns(
         self, rows: np.ndarray, lengths: np.ndarray, dtype: torch.dtype, device: torch.device
