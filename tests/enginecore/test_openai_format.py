@@ -56,8 +56,9 @@ def test_the_model_is_looked_at_first():
 
 def test_a_body_without_limit_on_logprobs():
     assert validation.read_completion(decode(b'{"logprobs": 1000}'), -1).logprobs == 1000
-    with pytest.raises(RequestError, match="logprobs must be at least 0, got -1"):
-        validation.read_completion(decode(b'{"logprobs": -1}'), -1)
+    assert validation.read_completion(decode(b'{"logprobs": -1, "prompt_logprobs": -1}'), -1).logprobs == -1
+    with pytest.raises(RequestError, match="logprobs must be at least -1, the whole vocabulary, got -2"):
+        validation.read_completion(decode(b'{"logprobs": -2}'), -1)
 
 
 def test_output_kinds():

@@ -11,7 +11,7 @@ import msgspec
 from enginecore.errors import ContextLengthError, RequestError
 from enginecore.frontend.request import Prompt
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.outputs import Logprob, RequestOutput
+from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_BEAM_WIDTH = 128
@@ -122,6 +122,8 @@ class BeamSearch:
         self._open = [BeamSearchSequence(prompt.token_ids)]
         self._completed: list[tuple[float, BeamSearchSequence]] = []
         """Score and beam."""
+        self._num_cached: int | None = None
+        """Tokens of the prompt that were found in the prefix cache."""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -137,6 +139,8 @@ class BeamSearch:
             RequestError: one of them failed.
         """
         self._rounds -= 1
+        if self._num_cached is None:
+            self._num_cached = outputs[0].num_cached_tokens
         found: list[BeamSearchSequence] = []
         for beam, output in zip(self._open, outputs, strict=True):
             found += self._continued(beam, _candidates(output))
@@ -151,6 +155,31 @@ class BeamSearch:
         """Return the beams found, the best first: beam_width of them, or as many as there are."""
         ordered = sorted(self._completed, key=lambda entry: -entry[0])
         return [beam for _, beam in ordered[: self._params.beam_width]]
+
+    def request_output(
+        self, request_id: str, tokenizer: Tokenizer | None, skip_special_tokens: bool
+    ) -> RequestOutput:
+        """Return the best beams as the samples of one finished request: what follows the prompt in each."""
+        start = len(self._prompt.token_ids)
+        samples = []
+        for index, beam in enumerate(self.best()):
+            ids = beam.tokens[start:]
+            # The EOS that ended a beam is among its tokens or not, and in no case part of its text.
+            shown = ids[:-1] if ids and ids[-1] == beam.stop_reason else ids
+            text = "" if tokenizer is None else tokenizer.decode(shown, skip_special_tokens)
+            samples.append(
+                CompletionOutput(
+                    index,
+                    text,
+                    ids,
+                    beam.cum_logprob,
+                    beam.logprobs,
+                    beam.finish_reason,
+                    beam.stop_reason,
+                )
+            )
+        prompt = self._prompt
+        return RequestOutput(request_id, prompt.text, prompt.token_ids, samples, True, self._num_cached)
 
     def _continued(
         self, beam: BeamSearchSequence, candidates: Mapping[int, Logprob]

@@ -16,6 +16,7 @@ from octavo_serve.auth import key_name
 from octavo_serve.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from octavo_serve.errors import as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
+from octavo_serve.routes.beams import search_beams
 from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
 
@@ -29,20 +30,37 @@ class _Job(NamedTuple):
     server: ServerState
     head: openai.Head
     body: openai.Body
-    requests: Sequence[Request]
+    prompts: Sequence[Prompt]
     chunks: Callable[[], Chunks]
     """Makes the encoder of a streamed answer."""
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
-    """Makes the whole answer of the requests' final outputs."""
+    """Makes the whole answer of the prompts' final outputs."""
     record: RequestRecord
     key: str | None
     """Name of the client's key."""
 
-    def response(self) -> Response:
-        """Return the response, streamed if the body asks for that."""
+    async def response(self, params: SamplingParams | None) -> Response:
+        """Return the response, streamed if the body asks for that; without `params`, of a beam search."""
+        if params is None:
+            return JsonAnswer(_beam_answer(self))
+        requests = self._requests(params, await _bad_words(self.server, params))
         if self.body.stream:
-            return EventStream(lambda response: _events(self, response))
-        return JsonAnswer(_whole_answer(self))
+            return EventStream(lambda response: _events(self, requests, response))
+        return JsonAnswer(_whole_answer(self, requests))
+
+    def _requests(self, params: SamplingParams, bad_words: list[list[int]] | None) -> list[Request]:
+        server, body = self.server, self.body
+        # Numbered, since two clients may choose the same id.
+        return [
+            Request(
+                f"{self.head.id}-{next(server.numbers)}",
+                prompt,
+                openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len),
+                body.priority or 0,
+                bad_words,
+            )
+            for prompt in self.prompts
+        ]
 
 
 async def create_completion(http: HttpRequest) -> Response:
@@ -52,7 +70,7 @@ async def create_completion(http: HttpRequest) -> Response:
     fields = openai.decode(await read_body(http))
     name = openai.model_name(fields, server.names)
     body = openai.read_completion(fields, server.engine.config.max_logprobs)
-    params = openai.completion_params(body, frontend.sampling_defaults)
+    params = None if body.use_beam_search else openai.completion_params(body, frontend.sampling_defaults)
     texts = openai.completion_prompts(body.prompt)
     openai.check_choices(len(texts), body.samples)
     special = body.add_special_tokens is not False
@@ -63,20 +81,19 @@ async def create_completion(http: HttpRequest) -> Response:
             for text in texts
         ],
     )
-    limit = server.max_model_len
-    each = [openai.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
     head = openai.Head(answer_id(http, "cmpl"), int(time.time()), name)
     vocabulary = server.vocabulary
-    return _Job(
+    job = _Job(
         server,
         head,
         body,
-        _requests(server, head, body, prompts, each, await _bad_words(server, params)),
+        prompts,
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
         _record(http, head, body, prompts),
         key_name(http.scope),
-    ).response()
+    )
+    return await job.response(params)
 
 
 async def create_chat_completion(http: HttpRequest) -> Response:
@@ -87,41 +104,26 @@ async def create_chat_completion(http: HttpRequest) -> Response:
     fields = openai.decode(raw)
     name = openai.model_name(fields, server.names)
     body = openai.read_chat(fields, server.engine.config.max_logprobs)
-    params = openai.chat_params(body, frontend.sampling_defaults)
+    params = None if body.use_beam_search else openai.chat_params(body, frontend.sampling_defaults)
     options = openai.template_options(body)
     with openai.blaming(body):
         prompt = await off_loop(
             len(raw),
             lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
         )
-    params = openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len)
     head = openai.Head(answer_id(http, "chatcmpl"), int(time.time()), name)
     vocabulary = server.vocabulary
-    return _Job(
+    job = _Job(
         server,
         head,
         body,
-        _requests(server, head, body, [prompt], [params], await _bad_words(server, params)),
+        [prompt],
         lambda: ChatChunks(head, body, [prompt], vocabulary),
         lambda outputs: openai.chat_answer(head, body, outputs[0], vocabulary),
         _record(http, head, body, [prompt]),
         key_name(http.scope),
-    ).response()
-
-
-def _requests(
-    server: ServerState,
-    head: openai.Head,
-    body: openai.Body,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    bad_words: list[list[int]] | None,
-) -> list[Request]:
-    # Numbered, since two clients may choose the same id.
-    return [
-        Request(f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words)
-        for prompt, wanted in zip(prompts, params, strict=True)
-    ]
+    )
+    return await job.response(params)
 
 
 def _record(
@@ -139,23 +141,33 @@ async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[i
     return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
 
 
-async def _whole_answer(job: _Job) -> bytes:
+async def _beam_answer(job: _Job) -> bytes:
+    with openai.blaming(job.body):
+        outputs = await search_beams(job.server, job.head, job.body, job.prompts, job.key)
+    for index, output in enumerate(outputs):
+        job.record.add(index, output)
+    return msgspec.json.encode(job.answer(outputs))
+
+
+async def _whole_answer(job: _Job, requests: Sequence[Request]) -> bytes:
     outputs: dict[int, RequestOutput] = {}
     with openai.blaming(job.body):
-        async with job.server.open_stream(job.requests, job.key) as stream:
+        async with job.server.open_stream(requests, job.key) as stream:
             async for index, output in stream:
                 job.record.add(index, output)
                 raise_failure(output)
                 outputs[index] = output
-    return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
+    return msgspec.json.encode(job.answer([outputs[index] for index in range(len(requests))]))
 
 
-async def _events(job: _Job, response: EventStream) -> AsyncGenerator[bytes, None]:
+async def _events(
+    job: _Job, requests: Sequence[Request], response: EventStream
+) -> AsyncGenerator[bytes, None]:
     """Yield a stream's events; an error is raised while nothing was sent, and is an event later."""
     chunks = job.chunks()
     try:
         with openai.blaming(job.body):
-            async with job.server.open_stream(job.requests, job.key) as stream:
+            async with job.server.open_stream(requests, job.key) as stream:
                 async for index, output in stream:
                     job.record.add(index, output)
                     raise_failure(output)
