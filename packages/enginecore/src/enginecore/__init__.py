@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from enginecore.frontend.request import Prompt, Request
     from enginecore.frontend.stream import RequestStream
     from enginecore.llm import LLM
+    from enginecore.logits_processors import LogitsProcessor, Positions
     from enginecore.messages import RankDown, RankEvent, RankOut, RankUp
     from enginecore.outputs import (
         CompletionOutput,
@@ -45,8 +46,10 @@ _HOMES = {
     "Frontend": "frontend.frontend",
     "LLM": "llm",
     "LLMEngine": "engine",
+    "LogitsProcessor": "logits_processors",
     "PipedRanks": "core.piped_ranks",
     "PoolingParams": "pooling_params",
+    "Positions": "logits_processors",
     "Prompt": "frontend.request",
     "RankDown": "messages",
     "RankEvent": "messages",
@@ -75,8 +78,10 @@ __all__ = [
     "EngineConfig",
     "Frontend",
     "LLMEngine",
+    "LogitsProcessor",
     "PipedRanks",
     "PoolingParams",
+    "Positions",
     "Prompt",
     "RankDown",
     "RankEvent",

@@ -181,7 +181,7 @@ class LLM:
                 f"concurrency_limit must be at least 1, got {concurrency_limit!r:.80}", "concurrency_limit"
             )
         frontend, config = self.llm_engine.frontend, self.llm_engine.config
-        prepared = [frontend.prepare_prompt(prompt) for prompt in _as_prompts(prompts)]
+        prepared = [frontend.prepare_prompt(prompt) for prompt in as_prompts(prompts)]
         searches = [
             BeamSearch(
                 prompt,

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import msgspec
 
+from enginecore.logits_processors import takes_prompt
+
 MIN_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less overflows."""
 
@@ -119,13 +121,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     allowed_token_ids: list[int] | None = None
     """At most `MAX_ALLOWED_IDS`."""
     extra_args: dict[str, Any] | None = None
-    """Plain values for extensions; the engine looks at none of them."""
+    """Plain values for registered logits processors."""
     bad_words: list[str] = []
     """At most `MAX_BAD_WORDS`, each of at most `MAX_TEXT` characters."""
     skip_reading_prefix_cache: bool | None = None
     """Whether the whole prompt is computed; by default only with `prompt_logprobs`, which need it."""
     equal_samples: bool = False
     """Whether `n` may be above 1 at temperature 0, at which all samples are equal. Not one of vLLM's."""
+    logits_processors: Any = None
+    """Functions of (generated_ids, logits) or (prompt_ids, generated_ids, logits): lists of token ids, and
+    the logits float32 [vocab] of the next token, which they return changed. Only for engines in this process.
+    """
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
@@ -139,7 +145,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def clone(self) -> Self:
         """Return a copy that shares nothing with this one."""
-        return copy.deepcopy(self)
+        # But for callables, which may be anything.
+        shared = {id(function): function for function in self.logits_processors or ()}
+        return copy.deepcopy(self, shared)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -166,6 +174,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             value = _list(name, getattr(self, name))
             setattr(self, name, None if value is None else [_plain(entry, int) for entry in value])
         self.stop_token_ids = self.stop_token_ids or []
+        self.logits_processors = _list("logits_processors", self.logits_processors) or None
         self.logprob_token_ids = self.logprob_token_ids or None
         if self.logprobs is True:
             self.logprobs = 1
@@ -212,6 +221,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.logit_bias = _clamped_bias(self.logit_bias)
         if self.extra_args is not None:
             _check_extra(self.extra_args)
+        for function in self.logits_processors or ():
+            if not callable(function):
+                raise ValueError(f"logits_processors must hold callables, got {function!r:.80}")
+            takes_prompt(function)
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -33,6 +33,7 @@ from enginecore.frontend.validation import (
     check_salt,
     output_limit,
 )
+from enginecore.logits_processors import check_request, load_classes
 from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
 from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
 from enginecore.pooling_params import PoolingParams
@@ -64,9 +65,11 @@ class Frontend:
         tokenizer: Its tokenizer; without one, only token ids go in and come out.
         clock: Gives seconds since the epoch.
         number: Its own among the front-ends of the engine: they draw from seeds far apart.
+        takes_callables: Whether requests may bring logits processors: the engine's worker is in this process.
 
     Raises:
-        ConfigError: the option chat_template names no template that parses, or pooler_config is wrong.
+        ConfigError: the option chat_template names no template that parses, pooler_config is wrong, or a
+            logits processor cannot be had.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Frontend:
         clock: Callable[[], float] = time.time,
         *,
         number: int = 0,
+        takes_callables: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         if tokenizer is None:
@@ -89,6 +93,8 @@ class Frontend:
         """What the model recommends for parameters that a request leaves open."""
         self._pooler = Pooler.of(files, config.pooler_config)
         self._config = config
+        self._processors = load_classes(config.logits_processors, config.plugin_path)
+        self._takes_callables = takes_callables
         self.eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
         """Tokens that end an answer: the tokenizer's EOS, and those of the model's files."""
         self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))
@@ -264,6 +270,8 @@ class Frontend:
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
+        names = self._config.logits_processors
+        check_request(params, self._processors, names, takes_callables=self._takes_callables)
         bad_words = request.bad_word_ids
         if bad_words is None:
             bad_words = self.bad_word_ids(params)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from enginecore.worker.sampling.constraints import ConstraintColumns
 from enginecore.worker.sampling.penalties import PenaltyColumns
+from enginecore.worker.sampling.processors import ProcessorColumns
 from enginecore.worker.upload import upload_floats, upload_integers
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Part(NamedTuple):
     rows: Tensor | None
     """int64 [m]; None for all."""
     changed: bool
-    """Whether constraints or penalties change their logits, which are widened to float32 for it."""
+    """Whether constraints, processors or penalties change their logits, which are float32 for it."""
     settings: DrawSettings | None
     """None where the likeliest token is taken of each row, by a device's own argmax."""
 
@@ -49,13 +50,17 @@ class LogprobGroup(NamedTuple):
 
 
 class SamplingColumns(NamedTuple):
-    """All settings of a batch of n rows. Rows that use no constraint or penalty are in none of theirs."""
+    """All settings of a batch of n rows.
+
+    Rows that use no constraint, processor or penalty are in none of theirs.
+    """
 
     parts: list[Part]
     """One, or the rows whose logits are not changed and those whose are."""
     order: Tensor | None
     """int64 [n]: where each row is in the parts one after the other; None for one part."""
     constraints: ConstraintColumns | None
+    processors: ProcessorColumns | None
     penalties: PenaltyColumns | None
     logprobs: list[LogprobGroup]
 
@@ -70,7 +75,8 @@ class SamplingColumns(NamedTuple):
     ) -> "SamplingColumns":
         """Make the columns of `rows` int[n] for logits of `dtype`.
 
-        Logits are changed of the rows in `changed` bool[n]: those with penalties or constraints that apply.
+        Logits are changed of the rows in `changed` bool[n]: those with penalties, with processors, or with
+        constraints that apply.
         """
         # Logprobs are those of the logits before they are changed.
         in_place = dtype == torch.float32 and not (state.logprobs[rows] > -2).any()
@@ -87,6 +93,7 @@ class SamplingColumns(NamedTuple):
             parts,
             order,
             _constraints(state, rows, changed, places, device),
+            _processors(state, rows, places, device),
             _penalties(state, rows, places, device),
             _logprob_groups(state, rows, device),
         )
@@ -129,6 +136,16 @@ def _constraints(
     picked = rows[index]
     parts = [state.constraints[row] for row in picked.tolist()]
     return ConstraintColumns.join(parts, index, places[index], picked, state.num_prompt[picked], device)
+
+
+def _processors(
+    state: "SamplingState", rows: np.ndarray, places: np.ndarray, device: torch.device
+) -> ProcessorColumns | None:
+    index = np.flatnonzero(state.processed[rows])
+    if not len(index):
+        return None
+    picked = rows[index]
+    return state.processors.columns(picked, index, places[index], state.num_prompt[picked], device)
 
 
 def _penalties(
