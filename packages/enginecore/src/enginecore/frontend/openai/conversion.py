@@ -145,7 +145,8 @@ def blaming(body: Body) -> Generator[None]:
         yield
     except RequestError as error:
         if error.param in _BODY_NAMES:
-            raise RequestError(str(error), _BODY_NAMES[error.param], error.code) from error
+            named = _BODY_NAMES[error.param]
+            raise RequestError(str(error).replace(error.param, named, 1), named, error.code) from error
         if not isinstance(body, ChatBody):
             raise
         if error.param == "prompt":
