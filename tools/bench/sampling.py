@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ GENERATED = 256
 """Tokens that each row holds, of which the first is the prompt."""
 
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
-CASES: dict[str, dict[str, float]] = {
+CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
     "top-p 0.95": {"top_p": 0.95},
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def _sampling(
-    settings: dict[str, float], logits: torch.Tensor, spare: torch.Tensor, tokens: torch.Tensor
+    settings: dict[str, Any], logits: torch.Tensor, spare: torch.Tensor, tokens: torch.Tensor
 ) -> Callable[[], object]:
     """Return a decode step's sampling of all rows by some settings.
 

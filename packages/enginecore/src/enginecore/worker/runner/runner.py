@@ -72,11 +72,13 @@ class PendingOutput:
         tokens[self._places] = sampled
         unfinished = None if self._unfinished is None else bool(self._unfinished)
         logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
-        errors = {
-            int(self._places[index]): error
-            for index, error in self._errors.items()
-            if sampled[index] == NOT_FINITE
-        }
+        errors = {}
+        if self._errors:
+            errors = {
+                int(self._places[index]): error
+                for index, error in self._errors.items()
+                if sampled[index] == NOT_FINITE
+            }
         pooled = None if self._pooled is None else self._pooled.result()
         prompt_logprobs = merged(self._prompt_logprobs)
         return StepOutput(self._step, tokens, logprobs, prompt_logprobs, unfinished, pooled, errors)
