@@ -56,8 +56,9 @@ def test_the_model_is_looked_at_first():
 
 def test_a_body_without_limit_on_logprobs():
     assert validation.read_completion(decode(b'{"logprobs": 1000}'), -1).logprobs == 1000
-    with pytest.raises(RequestError, match="logprobs must be at least 0, got -1"):
-        validation.read_completion(decode(b'{"logprobs": -1}'), -1)
+    assert validation.read_completion(decode(b'{"logprobs": -1, "prompt_logprobs": -1}'), -1).logprobs == -1
+    with pytest.raises(RequestError, match="logprobs must be at least -1, the whole vocabulary, got -2"):
+        validation.read_completion(decode(b'{"logprobs": -2}'), -1)
 
 
 def test_output_kinds():
@@ -191,3 +192,24 @@ def test_the_models_own_length_is_the_default():
     newer = ChatBody(messages=[], max_completion_tokens=5)
     assert conversion.fit_default(newer, conversion.chat_params(newer, defaults), 60, 64).max_tokens == 5
     assert conversion.chat_params(ChatBody(messages=[]), {}).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "named"),
+    [
+        ("extra_args: steering:Steer: no", "extra_args", ("vllm_xargs: steering:Steer: no", "vllm_xargs")),
+        ("beam_width=11 needs 22", "beam_width", ("n=11 needs 22", "n")),
+        ("seed must be", "seed", ("seed must be", "seed")),
+    ],
+)
+def test_an_error_of_the_engine_names_the_field_of_the_body(message, param, named):
+    with pytest.raises(RequestError) as error, conversion.blaming(CompletionBody()):
+        raise RequestError(message, param)
+    assert (str(error.value), error.value.param) == named
+
+
+def test_arguments_of_processors_reach_the_parameters():
+    body = convert(decode(b'{"vllm_xargs": {"a": [1, "b"]}}'), CompletionBody)
+    assert conversion.completion_params(body, {}).extra_args == {"a": [1, "b"]}
+    body = convert(decode(b'{"vllm_xargs": {"a": "\\u00e9"}, "messages": []}'), ChatBody)
+    assert conversion.chat_params(body, {}).extra_args == {"a": "é"}

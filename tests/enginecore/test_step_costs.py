@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchsched import AdmittedRow, StepPlan
 from collectives import LocalCommunicator
 from enginecore.executor.step import StepInput
+from enginecore.logits_processors import LogitsProcessor
 from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
 from enginecore.worker.runner.runner import Runner
 from enginecore.worker.sampling import logprobs
+from enginecore.worker.sampling.processors import Registered
 from enginecore.worker.sampling.sampler import SamplingRows, sample, sample_with_everything
 from enginecore.worker.sampling.state import SamplingState
 from kvblocks import TableChanges
@@ -99,11 +101,20 @@ class Results(TorchDispatchMode):
         return made
 
 
-def make_runner(rows, dtype):
+def make_runner(rows, dtype, processors=()):
     comm = LocalCommunicator()
     cache = allocate(KVLayout(1, 1, 8, BLOCK, torch.float32), 4, "cpu")
     return Runner(
-        Logits(dtype), cache, None, comm, comm, comm, dtype=dtype, max_rows=rows, max_len=PROMPT + 10
+        Logits(dtype),
+        cache,
+        None,
+        comm,
+        comm,
+        comm,
+        dtype=dtype,
+        max_rows=rows,
+        max_len=PROMPT + 10,
+        processors=processors,
     )
 
 
@@ -125,8 +136,8 @@ def decoding(rows, number):
     return StepInput(plan, [], TableChanges(ids(), ids(), ids()), NO_COPIES)
 
 
-def count_step(rows, settings, bad_words=(), dtype=torch.bfloat16):
-    runner = make_runner(rows, dtype)
+def count_step(rows, settings, bad_words=(), dtype=torch.bfloat16, processors=()):
+    runner = make_runner(rows, dtype, processors)
     runner.run(admitting(rows, settings, [list(word) for word in bad_words]))
     # The first decode step makes the settings' columns.
     runner.run(decoding(rows, 2)).result()
@@ -170,6 +181,23 @@ def test_a_step_costs_as_many_operations_whatever_the_rows(settings, bad_words, 
 def test_log_probabilities_cost_as_many_operations_whatever_the_rows():
     two, many = (count_step(rows, LOGPROBS) for rows in (2, MOST_ROWS))
     assert two.operations == many.operations <= 39
+
+
+class Doubles(LogitsProcessor):
+    def add(self, row, params):
+        return params.extra_args is not None
+
+    def apply(self, logits, positions):
+        return logits * 2
+
+
+def test_a_registered_processor_costs_as_many_operations_whatever_the_rows_and_others_nothing():
+    made = [Registered("Doubles", Doubles(MOST_ROWS, VOCAB, torch.device("cpu")))]
+    assert count_step(MOST_ROWS, GREEDY, processors=made) == count_step(MOST_ROWS, GREEDY)
+    doubled = {**GREEDY, "extra_args": {}}
+    two, many = (count_step(rows, doubled, processors=made) for rows in (2, MOST_ROWS))
+    assert two == many
+    assert many.operations <= 35
 
 
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 2)])

@@ -66,6 +66,7 @@ class ScriptedFrontend:
         self.added_special_tokens = False
         self.parsers = Parsers()
         self.sampling_defaults: dict[str, Any] = {}
+        self.eos_ids = [257]
         self.detokenized_in: threading.Thread | None = None
         self.tokenized_in: threading.Thread | None = None
 
@@ -263,9 +264,7 @@ def _outputs(
                     index,
                     step.text,
                     step.tokens,
-                    logprobs=[_row(token, params.logprobs) for token in step.tokens]
-                    if params.logprobs is not None
-                    else None,
+                    logprobs=_rows(step.tokens, params),
                     finish_reason=step.finish_reason,
                     stop_reason=step.stop_reason,
                 )
@@ -276,6 +275,16 @@ def _outputs(
         )
         for step in steps
     ]
+
+
+def _rows(tokens: list[int], params: SamplingParams) -> list[dict[int, Logprob]] | None:
+    if params.logprob_token_ids is not None:
+        return [
+            {token: Logprob(LOGPROB, 1)}
+            | {other: Logprob(-other, None) for other in params.logprob_token_ids}
+            for token in tokens
+        ]
+    return None if params.logprobs is None else [_row(token, params.logprobs) for token in tokens]
 
 
 def _row(token: int, count: int) -> dict[int, Logprob]:
@@ -294,7 +303,7 @@ def _joined(outputs: list[RequestOutput], params: SamplingParams) -> RequestOutp
                 text="".join(part.text for part in parts),
                 token_ids=[token for part in parts for token in part.token_ids],
                 logprobs=[row for part in parts for row in part.logprobs or []]
-                if params.logprobs is not None
+                if params.wants_logprobs
                 else None,
             )
         )

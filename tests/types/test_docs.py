@@ -47,6 +47,32 @@ def test_the_worked_family_is_the_one_in_the_tree():
     assert (spec.norm, spec.gated, spec.mlp_bias) == ("layer", False, True)
 
 
+def test_the_processors_do_what_they_say(tmp_path, monkeypatch):
+    import numpy as np
+    import torch
+
+    from enginecore import Positions, SamplingParams
+    from enginecore.errors import RequestError
+    from enginecore.logits_processors import check_request, load_classes
+
+    function, kind = re.findall(r"```python\n(.*?)```", page("write-a-processor"), re.DOTALL)
+    made = {}
+    exec(function.partition("\n\n\nllm")[0], made)
+    assert made["no_repeats"]([2, 0], torch.ones(4)).tolist() == [-torch.inf, 1, -torch.inf, 1]
+    (tmp_path / "steering_of_docs.py").write_text(kind)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    classes = load_classes(["steering_of_docs:Steer"], str(tmp_path))
+    with pytest.raises(RequestError, match="extra_args: Steer: steer_by must be a number, got 'x'"):
+        wrong = SamplingParams(extra_args={"steer_by": "x"})
+        check_request(wrong, classes, ["Steer"], takes_callables=False)
+    processor = classes[0](4, 3, torch.device("cpu"))
+    assert processor.add(2, SamplingParams(extra_args={"steer_to": 1, "steer_by": 2.5}))
+    assert not processor.add(3, SamplingParams())
+    rows = np.array([2], np.int32)
+    changed = processor.apply(torch.zeros(1, 3), Positions(rows, rows, rows, torch.zeros(4, 9).int()))
+    assert changed.tolist() == [[0, 2.5, 0]]
+
+
 def test_the_policy_does_what_it_says(tmp_path, monkeypatch):
     from batchsched import Request
     from enginecore.core.policies import load_policy

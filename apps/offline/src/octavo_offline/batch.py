@@ -180,7 +180,7 @@ def _read(engine: "Engine", names: Sequence[str], number: int, line: _Line) -> J
 
 
 def _chat_job(engine: "Engine", number: int, custom_id: str, model: str, body: ChatBody) -> Job:
-    _refuse_streaming(body)
+    _refuse_what_batches_lack(body)
     parsers = openai.parsers_of(body, engine.frontend.parsers)
     prompt = engine.frontend.prepare_chat(
         body.messages, cache_salt=body.cache_salt, **openai.template_options(body)
@@ -191,7 +191,7 @@ def _chat_job(engine: "Engine", number: int, custom_id: str, model: str, body: C
 
 
 def _completion_job(engine: "Engine", number: int, custom_id: str, model: str, body: CompletionBody) -> Job:
-    _refuse_streaming(body)
+    _refuse_what_batches_lack(body)
     params = openai.completion_params(body, engine.frontend.sampling_defaults)
     texts = openai.completion_prompts(body.prompt)
     openai.check_choices(len(texts), body.samples)
@@ -206,9 +206,11 @@ def _completion_job(engine: "Engine", number: int, custom_id: str, model: str, b
     return Job(key, prompts, each, body.priority or 0)
 
 
-def _refuse_streaming(body: ChatBody | CompletionBody) -> None:
+def _refuse_what_batches_lack(body: ChatBody | CompletionBody) -> None:
     if body.stream:
         raise RequestError("a request of a batch cannot stream: leave stream out", "stream")
+    if body.use_beam_search:
+        raise RequestError("a request of a batch cannot use_beam_search: leave it out", "use_beam_search")
 
 
 def _head(prefix: str, model: str) -> openai.Head:

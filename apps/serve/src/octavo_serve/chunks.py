@@ -24,6 +24,7 @@ from enginecore.frontend.openai import (
     chat_logprobs,
     completion_logprobs,
     echoed_text,
+    top_of,
     usage,
     without_new_tokens,
 )
@@ -32,6 +33,7 @@ from octavo_serve.errors import ApiError
 DONE = b"data: [DONE]\n\n"
 
 _LINE_BREAKS = {b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029", b"\xc2\x85": b"\\u0085"}
+_CHOICES = b',"choices":['
 _RUNNING = b',"finish_reason":null}'
 _encode = msgspec.json.Encoder().encode
 
@@ -59,7 +61,7 @@ class Chunks(ABC):
 
     def __init__(self, head: Head, body: Body, prompts: Sequence[Prompt]) -> None:
         start = _encode({"id": head.id, "object": self.kind, "created": head.created, "model": head.model})
-        self._start = b"data: " + start[:-1] + b',"choices":['
+        self._start = b"data: " + start[:-1] + _CHOICES
         self._continuous = body.continuous_usage
         self._include_usage = body.include_usage
         self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
@@ -67,6 +69,8 @@ class Chunks(ABC):
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
         self._samples = body.samples
+        self._shows_ids = bool(body.return_token_ids)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._num_choices = len(prompts) * body.samples
         self._choices: dict[int, _Choice] = {}
 
@@ -110,20 +114,25 @@ class Chunks(ABC):
         if sample.finish_reason is not None:
             choice.finished = True
             ending = _ending(sample.finish_reason, sample.stop_reason)
-        elif sample.text or logprobs != b"null":
+        elif sample.text or logprobs != b"null" or (self._shows_ids and sample.token_ids):
             ending = _RUNNING
         else:
             return
-        events.append(self._event(index, self._content(sample.text), logprobs, ending))
+        content = self._content(sample.text)
+        if self._shows_ids:
+            content += b',"token_ids":' + _encode(sample.token_ids)
+        events.append(self._event(index, content, logprobs, ending))
 
     def _abort(self, events: list[bytes], index: int, choice: _Choice) -> None:
         events.append(self._event(index, self._content(""), b"null", _ending("abort", None)))
 
-    def _event(self, index: int, content: bytes, logprobs: bytes, ending: bytes) -> bytes:
+    def _event(
+        self, index: int, content: bytes, logprobs: bytes, ending: bytes, start: bytes | None = None
+    ) -> bytes:
+        """Return a chunk with one choice; `start` in place of the beginning that all have."""
         tail = self._usage_tail() if self._continuous else self._tail
-        return b"".join(
-            (self._start, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, ending, tail)
-        )
+        start = self._start if start is None else start
+        return b"".join((start, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, ending, tail))
 
     def _usage_tail(self) -> bytes:
         counted = usage(self._prompt_tokens, self._completion_tokens, sum(self._cached_tokens))
@@ -161,10 +170,10 @@ class CompletionChunks(Chunks):
 
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
         if not self._body.echo:
-            return []
+            return [self._prompt_event(index, output, "", b"null")] if self._shows_ids else []
         text = echoed_text(output, self._vocabulary)
         logprobs = b"null"
-        if self._body.logprobs is not None:
+        if self._body.wants_logprobs:
             # Only the first output of a prompt has its logprobs; every choice of it shows them.
             rows = self._echoed.setdefault(index // self._samples, output.prompt_logprobs or [])
             shape = completion_logprobs(
@@ -173,10 +182,18 @@ class CompletionChunks(Chunks):
                 self._vocabulary,
                 self._offsets(choice),
                 len(text),
+                as_ids=self._as_ids,
             )
             logprobs = _encode(shape)
         choice.length = len(text)
-        return [self._event(index, self._content(text), logprobs, _RUNNING)]
+        return [self._prompt_event(index, output, text, logprobs)]
+
+    def _prompt_event(self, index: int, output: RequestOutput, text: str, logprobs: bytes) -> bytes:
+        """Return the chunk that shows of a choice's prompt what was asked for."""
+        content = self._content(text)
+        if self._shows_ids:
+            content += b',"prompt_token_ids":' + _encode(output.prompt_token_ids)
+        return self._event(index, content, logprobs, _RUNNING)
 
     def _offsets(self, choice: _Choice) -> TextOffsets:
         if choice.offsets is None:
@@ -188,12 +205,17 @@ class CompletionChunks(Chunks):
 
     def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
         choice.length += len(sample.text)
-        if self._body.logprobs is None or not sample.logprobs:
+        if not self._body.wants_logprobs or not sample.logprobs:
             return b"null"
         end = None if sample.finish_reason is None else choice.length
         return _encode(
             completion_logprobs(
-                sample.token_ids, sample.logprobs, self._vocabulary, self._offsets(choice), end
+                sample.token_ids,
+                sample.logprobs,
+                self._vocabulary,
+                self._offsets(choice),
+                end,
+                as_ids=self._as_ids,
             )
         )
 
@@ -216,7 +238,13 @@ class ChatChunks(Chunks):
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
         if any(self._parsers):
             choice.deltas = Deltas(self._body, self._parsers, self._prompt)
-        return [self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", _RUNNING)]
+        start = None
+        if self._shows_ids:
+            ids = b',"prompt_token_ids":' + _encode(output.prompt_token_ids)
+            start = self._start.removesuffix(_CHOICES) + ids + _CHOICES
+        return [
+            self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", _RUNNING, start=start)
+        ]
 
     def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
         if choice.deltas is None:
@@ -229,13 +257,16 @@ class ChatChunks(Chunks):
             choice.finished = True
             deltas += choice.deltas.finish()
             reason = choice.deltas.finish_reason(reason)
-        elif logprobs != b"null" and not deltas:
+        elif not deltas and (logprobs != b"null" or (self._shows_ids and sample.token_ids)):
             deltas = [{}]
+        # With the first piece, as one token may make several, or none.
+        ids = b',"token_ids":' + _encode(sample.token_ids) if self._shows_ids else b""
         for delta in deltas:
-            events.append(self._event(index, _member(delta), logprobs, _RUNNING))
-            logprobs = b"null"
+            events.append(self._event(index, _member(delta) + ids, logprobs, _RUNNING))
+            logprobs, ids = b"null", b',"token_ids":[]' if ids else b""
         if reason is not None:
-            events.append(self._event(index, _member({}), logprobs, _ending(reason, sample.stop_reason)))
+            content = _member({}) + ids
+            events.append(self._event(index, content, logprobs, _ending(reason, sample.stop_reason)))
 
     def _abort(self, events: list[bytes], index: int, choice: _Choice) -> None:
         held = [] if choice.deltas is None else choice.deltas.finish()
@@ -249,7 +280,13 @@ class ChatChunks(Chunks):
         if not self._body.logprobs or not sample.logprobs:
             return b"null"
         return _encode(
-            chat_logprobs(sample.token_ids, sample.logprobs, self._body.top_logprobs or 0, self._vocabulary)
+            chat_logprobs(
+                sample.token_ids,
+                sample.logprobs,
+                top_of(self._body),
+                self._vocabulary,
+                as_ids=self._as_ids,
+            )
         )
 
 

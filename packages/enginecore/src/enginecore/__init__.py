@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginecore.async_engine import AsyncEngine
+    from enginecore.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from enginecore.config import EngineConfig
     from enginecore.core.piped_ranks import PipedRanks
     from enginecore.core.supervisor import RankSupervisor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from enginecore.frontend.request import Prompt, Request
     from enginecore.frontend.stream import RequestStream
     from enginecore.llm import LLM
+    from enginecore.logits_processors import LogitsProcessor, Positions
     from enginecore.messages import RankDown, RankEvent, RankOut, RankUp
     from enginecore.outputs import (
         CompletionOutput,
@@ -34,6 +36,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEngine": "async_engine",
+    "BeamSearch": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
     "Engine": "engine",
@@ -41,8 +47,10 @@ _HOMES = {
     "Frontend": "frontend.frontend",
     "LLM": "llm",
     "LLMEngine": "engine",
+    "LogitsProcessor": "logits_processors",
     "PipedRanks": "core.piped_ranks",
     "PoolingParams": "pooling_params",
+    "Positions": "logits_processors",
     "Prompt": "frontend.request",
     "RankDown": "messages",
     "RankEvent": "messages",
@@ -61,14 +69,20 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearch",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
     "Frontend",
     "LLMEngine",
+    "LogitsProcessor",
     "PipedRanks",
     "PoolingParams",
+    "Positions",
     "Prompt",
     "RankDown",
     "RankEvent",

@@ -144,6 +144,10 @@ class EngineConfig:
         "they get length 1), dimensions; default: as the model's sentence-transformers files say, or last "
         "and length 1",
     )
+    logits_processors: tuple[str, ...] = option(
+        (), "logits processors as module:Class, which change the logits of requests by their extra_args"
+    )
+
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit")
     chat_template: str | None = option(
         None, "a Jinja template, or a file that holds one; default: the model's"
@@ -335,6 +339,7 @@ class EngineOptions(TypedDict, total=False):
     plugin_path: str
     plugins: Sequence[str]
     pooler_config: dict[str, Any] | None
+    logits_processors: Sequence[str]
     max_logprobs: int
     chat_template: str | None
     tool_call_parser: str | None

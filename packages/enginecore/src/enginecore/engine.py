@@ -12,6 +12,7 @@ import numpy as np
 from enginecore.config import EngineConfig
 from enginecore.core.engine_core import start_core
 from enginecore.errors import ConfigError
+from enginecore.executor.executor import runs_in_process
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
 from enginecore.frontend.request import Request
@@ -111,7 +112,8 @@ class LLMEngine:
         files = locate(config.model, config.revision, config.hf_overrides)
         self._made_here = MadeHere()
         self.config = config
-        self.frontend = Frontend(config, files, load_tokenizer(files, config.tokenizer))
+        tokenizer = load_tokenizer(files, config.tokenizer)
+        self.frontend = Frontend(config, files, tokenizer, takes_callables=runs_in_process(config))
         self._core = start_core(config, files, on_loaded=on_loaded)
         self.limits: EngineLimits = self._core.limits
         """Limits of the loaded model and its cache."""

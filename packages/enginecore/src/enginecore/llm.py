@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Unpack, cast
 import msgspec
 import numpy as np
 
+from enginecore.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, decode_beams
 from enginecore.config import EngineOptions, make_config
 from enginecore.engine import Engine, interrupts_wait, make_engine
 from enginecore.errors import RequestError
@@ -153,6 +154,55 @@ class LLM:
         outputs = self._embed([*first, *second], pooling_params, use_tqdm, None)
         return score_outputs(outputs[: len(first)], outputs[len(first) :], pairs)
 
+    def beam_search(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, those with the highest probability as a whole.
+
+        Args:
+            prompts: As for `generate`.
+            params: Of all prompts. A `max_tokens` beyond the length limit ends there.
+            use_tqdm: As for `generate`.
+            concurrency_limit: Most prompts that are searched at once; all of them when None.
+
+        Raises:
+            RequestError: a prompt cannot be run, or 2 × beam_width is more than the option max_logprobs.
+        """
+        self._made_here.check()
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {params!r:.80}", "params")
+        if concurrency_limit is not None and (not is_token_id(concurrency_limit) or concurrency_limit < 1):
+            raise RequestError(
+                f"concurrency_limit must be at least 1, got {concurrency_limit!r:.80}", "concurrency_limit"
+            )
+        frontend, config = self.llm_engine.frontend, self.llm_engine.config
+        prepared = [frontend.prepare_prompt(prompt) for prompt in as_prompts(prompts)]
+        searches = [
+            BeamSearch(
+                prompt,
+                params,
+                frontend.eos_ids,
+                max_model_len=self.llm_engine.limits.max_model_len,
+                max_logprobs=config.max_logprobs,
+            )
+            for prompt in prepared
+        ]
+        at_once = concurrency_limit or max(1, len(searches))
+        with _progress(use_tqdm, len(searches)) as advance:
+            for start in range(0, len(searches), at_once):
+                part = searches[start : start + at_once]
+                self._search(part, params.step_params())
+                advance(len(part))
+        outputs = [BeamSearchOutput(search.best()) for search in searches]
+        for output in outputs:
+            decode_beams(output.sequences, frontend.tokenizer)
+        return outputs
+
     def get_tokenizer(self) -> HFTokenizer:
         """Return the model's tokenizer, with the methods that transformers' tokenizers have.
 
@@ -191,6 +241,14 @@ class LLM:
         if self._made_here:
             with self._calls.between_steps():
                 self.llm_engine.shutdown()
+
+    def _search(self, searches: Sequence[BeamSearch], params: SamplingParams) -> None:
+        """Run some beam searches to their end, all of them one token a round."""
+        while running := [search for search in searches if search.prompts]:
+            wanted = [_Wanted(prompt, params, 0) for search in running for prompt in search.prompts]
+            outputs = iter(self._calls.run(wanted, lambda _: None))
+            for search in running:
+                search.advance(list(itertools.islice(outputs, len(search.prompts))))
 
     def _run(
         self,

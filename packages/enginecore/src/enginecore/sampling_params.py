@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import msgspec
 
+from enginecore.logits_processors import takes_prompt
+
 MIN_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less overflows."""
 
@@ -35,6 +37,9 @@ MAX_ALLOWED_IDS = 262_144
 MAX_BIASES = 16384
 """Most token ids in `logit_bias`."""
 
+MAX_LOGPROB_IDS = 128
+"""Most ids in `logprob_token_ids`."""
+
 _INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _NUMBERS = (
     "presence_penalty",
@@ -51,9 +56,14 @@ _FLAGS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "skip_reading_prefix_cache",
+    "equal_samples",
 )
 _TEXTS = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS}
-_IDS = {"stop_token_ids": MAX_STOP_IDS, "allowed_token_ids": MAX_ALLOWED_IDS}
+_IDS = {
+    "stop_token_ids": MAX_STOP_IDS,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+    "logprob_token_ids": MAX_LOGPROB_IDS,
+}
 
 
 class RequestOutputKind(IntEnum):
@@ -98,6 +108,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     logprobs: int | None = None
     """Number of most likely tokens to report beside the chosen one; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    """Report these tokens beside the chosen one, in place of the most likely; at most `MAX_LOGPROB_IDS`."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -109,11 +121,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     allowed_token_ids: list[int] | None = None
     """At most `MAX_ALLOWED_IDS`."""
     extra_args: dict[str, Any] | None = None
-    """Plain values for extensions; the engine looks at none of them."""
+    """Plain values for registered logits processors."""
     bad_words: list[str] = []
     """At most `MAX_BAD_WORDS`, each of at most `MAX_TEXT` characters."""
     skip_reading_prefix_cache: bool | None = None
     """Whether the whole prompt is computed; by default only with `prompt_logprobs`, which need it."""
+    equal_samples: bool = False
+    """Whether `n` may be above 1 at temperature 0, at which all samples are equal. Not one of vLLM's."""
+    logits_processors: Any = None
+    """Functions of (generated_ids, logits) or (prompt_ids, generated_ids, logits): lists of token ids, and
+    the logits float32 [vocab] of the next token, which they return changed. Only for engines in this process.
+    """
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
@@ -127,7 +145,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def clone(self) -> Self:
         """Return a copy that shares nothing with this one."""
-        return copy.deepcopy(self)
+        # But for callables, which may be anything.
+        shared = {id(function): function for function in self.logits_processors or ()}
+        return copy.deepcopy(self, shared)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -140,6 +160,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether generated tokens are to have log probabilities."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [str(self.stop)]
@@ -149,6 +174,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             value = _list(name, getattr(self, name))
             setattr(self, name, None if value is None else [_plain(entry, int) for entry in value])
         self.stop_token_ids = self.stop_token_ids or []
+        self.logits_processors = _list("logits_processors", self.logits_processors) or None
+        self.logprob_token_ids = self.logprob_token_ids or None
         if self.logprobs is True:
             self.logprobs = 1
         for names, kind in ((_INTEGERS, int), (_NUMBERS, float), (_FLAGS, bool)):
@@ -194,6 +221,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.logit_bias = _clamped_bias(self.logit_bias)
         if self.extra_args is not None:
             _check_extra(self.extra_args)
+        for function in self.logits_processors or ():
+            if not callable(function):
+                raise ValueError(f"logits_processors must hold callables, got {function!r:.80}")
+            takes_prompt(function)
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -202,10 +233,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
-        if self.greedy and self.n > 1:
+        if self.greedy and self.n > 1 and not self.equal_samples:
             raise ValueError(f"n must be 1 with temperature 0 (every sample would be the same), got {self.n}")
         if not self.spaces_between_special_tokens:
             raise ValueError("spaces_between_special_tokens=False is not supported")
+        ids = self.logprob_token_ids
+        if ids is not None and self.logprobs is not None and self.logprobs != len(ids):
+            raise ValueError(
+                f"logprobs must be left out with logprob_token_ids, or be their number, {len(ids)}, "
+                f"got {self.logprobs}"
+            )
         if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
             raise ValueError("skip_reading_prefix_cache must not be False with prompt_logprobs")
         if self.structured_outputs is not None:
@@ -322,6 +359,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     named: list[tuple[str, Sequence[int]]] = [
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logprob_token_ids", params.logprob_token_ids or ()),
         ("logit_bias", list(params.logit_bias or ())),
     ]
     for name, tokens in named:

@@ -10,13 +10,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from enginecore import Prompt, Request, RequestOutput, SamplingParams
-from enginecore.errors import RequestAbortedError
+from enginecore.errors import RequestAbortedError, RequestError
 from enginecore.frontend import openai
 from octavo_serve.access import RequestRecord, record_of
 from octavo_serve.auth import key_name
 from octavo_serve.chunks import ChatChunks, CompletionChunks
 from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
+from octavo_serve.routes.beams import search_beams
 from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
 
@@ -50,22 +51,42 @@ class Job(NamedTuple):
     server: ServerState
     head: openai.Head
     body: openai.Body
-    requests: Sequence[Request]
+    prompts: Sequence[Prompt]
     events: Callable[[], Events]
     """Makes the encoder of a streamed answer."""
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
-    """Makes the whole answer of the requests' final outputs."""
+    """Makes the whole answer of the prompts' final outputs."""
     record: RequestRecord
     key: str | None
     """Name of the client's key."""
+    shown_tokens: Sequence[str] = ()
+    """Special tokens that the text shows."""
     fields: Mapping[str, str] = {}
     """Names that fields of `body` have in the API that it was asked by, where they have others."""
 
-    def response(self) -> Response:
-        """Return the response, streamed if the body asks for that."""
+    async def response(self, params: SamplingParams | None) -> Response:
+        """Return the response, streamed if the body asks for that; without `params`, of a beam search."""
+        if params is None:
+            return JsonAnswer(_beam_answer(self))
+        requests = self._requests(params, await _bad_words(self.server, params))
         if self.body.stream:
-            return EventStream(lambda response: _events(self, response))
-        return JsonAnswer(_whole_answer(self))
+            return EventStream(lambda response: _events(self, requests, response))
+        return JsonAnswer(_whole_answer(self, requests))
+
+    def _requests(self, params: SamplingParams, bad_words: list[list[int]] | None) -> list[Request]:
+        server, body = self.server, self.body
+        # Numbered, since two clients may choose the same id.
+        return [
+            Request(
+                f"{self.head.id}-{next(server.numbers)}",
+                prompt,
+                openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len),
+                body.priority or 0,
+                bad_words,
+                self.shown_tokens,
+            )
+            for prompt in self.prompts
+        ]
 
 
 async def create_completion(http: HttpRequest) -> Response:
@@ -75,7 +96,7 @@ async def create_completion(http: HttpRequest) -> Response:
     fields = openai.decode(await read_body(http))
     name = openai.model_name(fields, server.names)
     body = openai.read_completion(fields, server.engine.config.max_logprobs)
-    params = openai.completion_params(body, frontend.sampling_defaults)
+    params = None if body.use_beam_search else openai.completion_params(body, frontend.sampling_defaults)
     texts = openai.completion_prompts(body.prompt)
     openai.check_choices(len(texts), body.samples)
     special = body.add_special_tokens is not False
@@ -86,20 +107,19 @@ async def create_completion(http: HttpRequest) -> Response:
             for text in texts
         ],
     )
-    limit = server.max_model_len
-    each = [openai.fit_default(body, params, len(prompt.token_ids), limit) for prompt in prompts]
     head = openai.Head(answer_id(http, "cmpl"), int(time.time()), name)
     vocabulary = server.vocabulary
-    return Job(
+    job = Job(
         server,
         head,
         body,
-        _requests(server, head, body, prompts, each, await _bad_words(server, params)),
+        prompts,
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
         _record(http, head, body, prompts),
         key_name(http.scope),
-    ).response()
+    )
+    return await job.response(params)
 
 
 async def create_chat_completion(http: HttpRequest) -> Response:
@@ -108,10 +128,10 @@ async def create_chat_completion(http: HttpRequest) -> Response:
     chat = await prepare_chat(http, openai.decode(raw), len(raw), "chatcmpl")
     head, body, prompt, parsers = chat.head, chat.body, chat.prompt, chat.parsers
     vocabulary = chat.server.vocabulary
-    return chat.job(
+    return await chat.response(
         lambda: ChatChunks(head, body, prompt, vocabulary, parsers),
         lambda output: openai.chat_answer(head, body, output, vocabulary, parsers),
-    ).response()
+    )
 
 
 class Chat(NamedTuple):
@@ -121,32 +141,36 @@ class Chat(NamedTuple):
     head: openai.Head
     body: openai.ChatBody
     prompt: Prompt
+    params: SamplingParams | None
+    """None for a beam search."""
     parsers: openai.Parsers
-    request: Request
     record: RequestRecord
     key: str | None
+    """Name of the client's key."""
 
-    def job(
+    async def response(
         self,
         events: Callable[[], Events],
         answer: Callable[[RequestOutput], dict[str, Any]],
         fields: Mapping[str, str] | None = None,
-    ) -> Job:
-        """Return the job whose answer is made by `answer`, or as a stream by what `events` returns.
+    ) -> Response:
+        """Return the response, made by `answer`, or as a stream by what `events` returns.
 
         `fields` are the names that the chat's fields have in another API.
         """
-        return Job(
+        job = Job(
             self.server,
             self.head,
             self.body,
-            [self.request],
+            [self.prompt],
             events,
             lambda outputs: answer(outputs[0]),
             self.record,
             self.key,
+            self.parsers.special_tokens,
             fields or {},
         )
+        return await job.response(self.params)
 
 
 async def prepare_chat(http: HttpRequest, fields: dict[str, Any], size: int, prefix: str) -> Chat:
@@ -160,19 +184,16 @@ async def prepare_chat(http: HttpRequest, fields: dict[str, Any], size: int, pre
     name = openai.model_name(fields, server.names)
     body = openai.read_chat(fields, server.engine.config.max_logprobs)
     parsers = openai.parsers_of(body, frontend.parsers)
-    params = openai.chat_params(body, frontend.sampling_defaults)
+    params = None if body.use_beam_search else openai.chat_params(body, frontend.sampling_defaults)
     options = openai.template_options(body)
     with openai.blaming(body):
         prompt = await off_loop(
             size,
             lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
         )
-    params = openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len)
     head = openai.Head(answer_id(http, prefix), int(time.time()), name)
-    bad_words = await _bad_words(server, params)
-    (request,) = _requests(server, head, body, [prompt], [params], bad_words, parsers.special_tokens)
     record = _record(http, head, body, [prompt])
-    return Chat(server, head, body, prompt, parsers, request, record, key_name(http.scope))
+    return Chat(server, head, body, prompt, params, parsers, record, key_name(http.scope))
 
 
 @contextmanager
@@ -185,24 +206,6 @@ def renaming(fields: Mapping[str, str]) -> Generator[None]:
         if name is None:
             raise
         raise RequestError(str(error), name, error.code) from error
-
-
-def _requests(
-    server: ServerState,
-    head: openai.Head,
-    body: openai.Body,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    bad_words: list[list[int]] | None,
-    shown_tokens: Sequence[str] = (),
-) -> list[Request]:
-    # Numbered, since two clients may choose the same id.
-    return [
-        Request(
-            f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words, shown_tokens
-        )
-        for prompt, wanted in zip(prompts, params, strict=True)
-    ]
 
 
 def _record(
@@ -220,23 +223,33 @@ async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[i
     return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
 
 
-async def _whole_answer(job: Job) -> bytes:
+async def _beam_answer(job: Job) -> bytes:
+    with openai.blaming(job.body):
+        outputs = await search_beams(job.server, job.head, job.body, job.prompts, job.key)
+    for index, output in enumerate(outputs):
+        job.record.add(index, output)
+    return msgspec.json.encode(job.answer(outputs))
+
+
+async def _whole_answer(job: Job, requests: Sequence[Request]) -> bytes:
     outputs: dict[int, RequestOutput] = {}
     with renaming(job.fields), openai.blaming(job.body):
-        async with job.server.open_stream(job.requests, job.key) as stream:
+        async with job.server.open_stream(requests, job.key) as stream:
             async for index, output in stream:
                 job.record.add(index, output)
                 raise_failure(output)
                 outputs[index] = output
-    return msgspec.json.encode(job.answer([outputs[index] for index in range(len(job.requests))]))
+    return msgspec.json.encode(job.answer([outputs[index] for index in range(len(requests))]))
 
 
-async def _events(job: Job, response: EventStream) -> AsyncGenerator[bytes, None]:
+async def _events(
+    job: Job, requests: Sequence[Request], response: EventStream
+) -> AsyncGenerator[bytes, None]:
     """Yield a stream's events; an error is raised while nothing was sent, and is an event later."""
     events = job.events()
     try:
         with renaming(job.fields), openai.blaming(job.body):
-            async with job.server.open_stream(job.requests, job.key) as stream:
+            async with job.server.open_stream(requests, job.key) as stream:
                 async for index, output in stream:
                     job.record.add(index, output)
                     raise_failure(output)

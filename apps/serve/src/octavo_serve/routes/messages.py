@@ -19,10 +19,10 @@ async def create_message(http: HttpRequest) -> Response:
     name = openai.model_name(fields, server.names)
     body = openai.convert(fields, MessagesBody)
     chat = await prepare_chat(http, {"model": name, **chat_fields(body)}, len(raw), "msg")
-    return chat.job(
+    return await chat.response(
         lambda: anthropic_answer.MessageEvents(chat.head, chat.body, chat.prompt, chat.parsers),
         lambda output: anthropic_answer.message(chat.head, chat.body, output, chat.parsers),
-    ).response()
+    )
 
 
 async def count_tokens(http: HttpRequest) -> Response:

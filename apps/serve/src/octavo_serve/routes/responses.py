@@ -49,7 +49,7 @@ async def create_response(http: HttpRequest) -> Response:
         keep(response)
         return response
 
-    return chat.job(lambda: ResponseEvents(asked, keep), answer, _FIELDS).response()
+    return await chat.response(lambda: ResponseEvents(asked, keep), answer, _FIELDS)
 
 
 async def show_response(http: HttpRequest) -> Response:

@@ -310,7 +310,7 @@ class EngineCore:
         committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
         if self._alone and self._alone[0] in committed.handles:
             self._scheduler.release(self._alone.popleft())
-        results = self._results(plan, result, self._without_broken(committed, result.tokens))
+        results = self._results(plan, result, self._without_broken(committed, result))
         if self._scheduler.limits.stages > 1:
             self._sampled.append((plan, result.tokens))
             # Now, as the first stage has nothing to do while the outputs are delivered.
@@ -327,19 +327,20 @@ class EngineCore:
             self._board.end_step(handles, step.plan.num_tokens, self._step_seconds)
         return step
 
-    def _without_broken(self, committed: Committed, sampled: NDArray[np.int32]) -> Committed:
+    def _without_broken(self, committed: Committed, result: StepOutput) -> Committed:
         """End the requests that have no logits to choose from, and return the tokens of the others."""
-        broken = sampled[committed.index] == NOT_FINITE
+        broken = result.tokens[committed.index] == NOT_FINITE
         if not broken.any():
             return committed
-        ends = committed.finished[broken] > 0
-        for handle, ended in zip(committed.handles[broken].tolist(), ends.tolist(), strict=True):
+        columns = committed.handles[broken], committed.finished[broken] > 0, committed.index[broken]
+        for handle, ended, index in zip(*(column.tolist() for column in columns), strict=True):
             client, number = handle >> NUMBER_BITS, handle & NUMBER_MASK
-            self._refused.setdefault(client, {})[number] = _NO_LOGITS
+            reason = result.errors.get(index, _NO_LOGITS)
+            self._refused.setdefault(client, {})[number] = reason
             del self._unfinished[handle]
             if not ended:
                 self._scheduler.abort(handle)
-        logger.error("%d requests ended: %s", int(broken.sum()), _NO_LOGITS)
+            logger.error("a request ended: %s", reason)
         return Committed(*(column[~broken] for column in committed))
 
     def fail(self, cause: BaseException) -> NoReturn:

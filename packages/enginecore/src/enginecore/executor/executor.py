@@ -98,8 +98,7 @@ def make_executor(
         ModelError: the checkpoint cannot be loaded.
         EngineDeadError: a worker process ended while it started, or no word came from the first rank.
     """
-    in_process = config.world_size == 1 and not config.shares_experts
-    backend = config.distributed_executor_backend or ("inproc" if in_process else "mp")
+    backend = _backend(config)
     if backend == "inproc":
         prepare_threads(place.local_count)
         from enginecore.executor.inproc import InprocExecutor
@@ -136,6 +135,16 @@ def make_executor(
         rendezvous=rendezvous,
         on_loaded=on_loaded,
     )
+
+
+def runs_in_process(config: EngineConfig) -> bool:
+    """Return whether the worker of such an engine runs in its core's process."""
+    return _backend(config) == "inproc"
+
+
+def _backend(config: EngineConfig) -> str:
+    in_process = config.world_size == 1 and not config.shares_experts
+    return config.distributed_executor_backend or ("inproc" if in_process else "mp")
 
 
 def _check_cuts(config: EngineConfig, files: ModelFiles) -> None:

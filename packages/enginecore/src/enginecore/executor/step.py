@@ -1,5 +1,6 @@
 """Step records: the input that the core gives workers, and their output."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,8 @@ class StepOutput(NamedTuple):
     """Of a step that asked: whether any engine has unfinished requests."""
     pooled: PooledRows | None = None
     """By row."""
+    errors: Mapping[int, str] = {}
+    """By index into `tokens`, why logits processors left nothing to choose from; of rows that have some."""
 
 
 def empty_step(unfinished: bool | None) -> StepInput:

@@ -34,6 +34,7 @@ from enginecore.frontend.validation import (
     check_salt,
     output_limit,
 )
+from enginecore.logits_processors import check_request, load_classes
 from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
 from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
 from enginecore.pooling_params import PoolingParams
@@ -65,10 +66,11 @@ class Frontend:
         tokenizer: Its tokenizer; without one, only token ids go in and come out.
         clock: Gives seconds since the epoch.
         number: Its own among the front-ends of the engine: they draw from seeds far apart.
+        takes_callables: Whether requests may bring logits processors: the engine's worker is in this process.
 
     Raises:
-        ConfigError: the option chat_template names no template that parses, pooler_config is wrong, or an
-            option names no parser.
+        ConfigError: the option chat_template names no template that parses, pooler_config is wrong, an option
+            names no parser, or a logits processor cannot be had.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Frontend:
         clock: Callable[[], float] = time.time,
         *,
         number: int = 0,
+        takes_callables: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         if tokenizer is None:
@@ -93,7 +96,10 @@ class Frontend:
         self.parsers = load_parsers(config)
         """Parsers of reasoning and of tool calls in chats."""
         self._config = config
-        self._eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
+        self._processors = load_classes(config.logits_processors, config.plugin_path)
+        self._takes_callables = takes_callables
+        self.eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
+        """Tokens that end an answer: the tokenizer's EOS, and those of the model's files."""
         self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))
         self._outputs = OutputProcessor(tokenizer, clock)
         self._own_template: ChatTemplate | None = None
@@ -267,10 +273,12 @@ class Frontend:
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         check_params(params, self.limits, max_logprobs=self._config.max_logprobs, tokenizer=self.tokenizer)
+        names = self._config.logits_processors
+        check_request(params, self._processors, names, takes_callables=self._takes_callables)
         bad_words = request.bad_word_ids
         if bad_words is None:
             bad_words = self.bad_word_ids(params)
-        stop_ids = [] if params.ignore_eos else [i for i in self._eos_ids if i < self.limits.vocab_size]
+        stop_ids = [] if params.ignore_eos else [i for i in self.eos_ids if i < self.limits.vocab_size]
         stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
         check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
         ids = np.array(prompt.token_ids, np.int32)
@@ -291,7 +299,7 @@ class Frontend:
             )
             for index in range(params.n)
         ]
-        return Added(self._outputs.add(request, self._eos_ids, messages), messages)
+        return Added(self._outputs.add(request, self.eos_ids, messages), messages)
 
     def resume(self, numbers: Iterable[int], *, alone: Collection[int] = ()) -> dict[int, AddRequest]:
         """Return what is to be sent to another core, in this order, by the numbers that the first one knows.

@@ -73,8 +73,8 @@ class SampleState:
         """All tokens so far: four bytes each, to be resumed from."""
         self._shown = 0
         """Tokens that the last output held; only with DELTA."""
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cumulative_logprob = None if params.logprobs is None else 0.0
+        self.logprobs: list[dict[int, Logprob]] | None = [] if params.wants_logprobs else None
+        self.cumulative_logprob = 0.0 if params.wants_logprobs else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.changed = False
@@ -421,18 +421,24 @@ class OutputProcessor:
         for number, entry in entries:
             sample = self._samples.get(number)
             if sample is not None:
-                found.setdefault(number, []).extend(self._rows(entry, sample))
+                by_rank = sample.request.request.params.logprob_token_ids is None
+                found.setdefault(number, []).extend(self._rows(entry, sample, by_rank=by_rank))
         return found
 
-    def _rows(self, entry: PositionLogprobs, sample: SampleState) -> list[LogprobRow]:
-        return logprob_rows(entry, self._tokenizer if sample.request.request.params.detokenize else None)
+    def _rows(
+        self, entry: PositionLogprobs, sample: SampleState, *, by_rank: bool = True
+    ) -> list[LogprobRow]:
+        tokenizer = self._tokenizer if sample.request.request.params.detokenize else None
+        return logprob_rows(entry, tokenizer, by_rank=by_rank)
 
 
-def logprob_rows(entry: PositionLogprobs, tokenizer: Tokenizer | None) -> list[LogprobRow]:
-    """Return one dict a position: the actual token first, then the most likely ones by rank.
+def logprob_rows(
+    entry: PositionLogprobs, tokenizer: Tokenizer | None, *, by_rank: bool = True
+) -> list[LogprobRow]:
+    """Return one dict a position: the actual token first, then the others, which are the likeliest `by_rank`.
 
-    An actual token that is among the most likely stands once. `decoded_token` is the token's text as it
-    stands in a text, or None without a tokenizer.
+    An actual token that is among the others stands once. `decoded_token` is the token's text as it stands in
+    a text, or None without a tokenizer.
     """
     rows = []
     for tokens, logprobs, rank in zip(entry.ids.tolist(), entry.values.tolist(), entry.ranks.tolist()):
@@ -440,6 +446,6 @@ def logprob_rows(entry: PositionLogprobs, tokenizer: Tokenizer | None) -> list[L
         for place, (token, logprob) in enumerate(zip(tokens, logprobs)):
             if token not in row:
                 text = None if tokenizer is None else tokenizer.token_text(token)
-                row[token] = Logprob(logprob, place or rank, text)
+                row[token] = Logprob(logprob, (place if by_rank else None) if place else rank, text)
         rows.append(row)
     return rows

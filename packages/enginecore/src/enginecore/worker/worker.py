@@ -30,6 +30,7 @@ from enginecore.worker.runner.kv_sizing import (
 )
 from enginecore.worker.runner.program import StepLimits, graph_bytes, layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
+from enginecore.worker.sampling.processors import Registered, make_processors
 from enginecore.worker.sampling.sampler import sample_with_everything
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
 from enginecore.worker.weights.packing import check_quantization, packed_bytes
@@ -81,6 +82,7 @@ class Worker:
         self._counts_loads = config.enable_expert_parallel or comms.tp.rank == 0
         part = _Part(config, files, comms, self.dtype)
         check_quantization(part.planned, self.device, config.quantization)
+        processors = make_processors(config, part.spec.vocab_size, self.device) if self.is_output else []
         sizing = CacheSizing(config, part.layout, part.spec.max_position, comms.world, self.device)
         # On a CPU all is known before the weights are read, and what cannot be is refused at once.
         if on_cpu:
@@ -96,12 +98,17 @@ class Worker:
             needed = self._measured_bytes(config, part.layout, limits)
             size = sizing.agree(cuda_bytes(config, self.device, needed))
         self.limits = _engine_limits(config, part.spec, size, self.device, self.dtype)
-        self._runner = self._make_runner(config, comms, part.layout, size)
+        self._runner = self._make_runner(config, comms, part.layout, size, processors)
         self._log_start(files, part.layout, size, sizing.reason, config.quantization)
         progress(f"KV cache of {size.num_blocks} blocks allocated")
 
     def _make_runner(
-        self, config: EngineConfig, comms: Communicators, layout: KVLayout, size: CacheSize
+        self,
+        config: EngineConfig,
+        comms: Communicators,
+        layout: KVLayout,
+        size: CacheSize,
+        processors: list[Registered],
     ) -> Runner:
         cache = allocate(layout, size.num_blocks, self.device)
         program = None
@@ -118,6 +125,7 @@ class Worker:
             max_rows=config.max_num_seqs,
             max_len=size.max_model_len + 1,
             program=program,
+            processors=processors,
         )
 
     def _measured_bytes(self, config: EngineConfig, layout: KVLayout, limits: StepLimits) -> int:

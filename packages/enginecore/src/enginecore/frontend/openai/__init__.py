@@ -12,6 +12,7 @@ from enginecore.frontend.openai.answers import (
     completion_logprobs,
     echoed_text,
     error_answer,
+    top_of,
     usage,
     without_new_tokens,
 )
@@ -24,6 +25,7 @@ from enginecore.frontend.openai.bodies import (
     decode,
 )
 from enginecore.frontend.openai.conversion import (
+    beam_params,
     blaming,
     chat_params,
     check_choices,
@@ -80,6 +82,7 @@ __all__ = [
     "ScoreBody",
     "TextOffsets",
     "Vocabulary",
+    "beam_params",
     "blaming",
     "chat_answer",
     "chat_logprobs",
@@ -113,6 +116,7 @@ __all__ = [
     "score_answer",
     "score_inputs",
     "template_options",
+    "top_of",
     "usage",
     "without_new_tokens",
 ]

@@ -1,7 +1,7 @@
 """Answers of /v1/completions and /v1/chat/completions as plain dicts, and the parts that a stream shares."""
 
 import codecs
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,10 @@ LOWEST_LOGPROB = -9999.0
 
 Row = Mapping[int, Logprob] | None
 """The candidates at one position; None where nothing came before."""
+
+
+Naming = Callable[[int, Row], str]
+"""Returns what a token is called, given its row of candidates."""
 
 
 class Vocabulary(Protocol):
@@ -95,6 +99,8 @@ def chat_answer(
     """Return the whole answer to `body`; `parsers` (see `parsers_of`) look for reasoning and calls in it."""
     choices = [_chat_choice(body, output, sample, vocabulary, parsers) for sample in output.outputs]
     answer = {**_heading(head, "chat.completion"), "choices": choices, "usage": count_usage([output])}
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
     if output.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     return answer
@@ -136,13 +142,16 @@ def completion_logprobs(
     vocabulary: Vocabulary,
     offsets: TextOffsets,
     text_length: int | None = None,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """Return logprobs in the completions shape: parallel lists, one entry a token.
 
     `offsets` goes on where the choice's earlier tokens ended. Tokens that a stop string has cut off stand at
-    the end of the text, `text_length`.
+    the end of the text, `text_length`. With `as_ids` tokens are called `token_id:` and their id.
     """
-    texts = [_text_of(token, row, vocabulary) for token, row in zip(token_ids, rows, strict=True)]
+    name = _naming(vocabulary, as_ids=as_ids)
+    texts = [name(token, row) for token, row in zip(token_ids, rows, strict=True)]
     places = [offsets.place(token) for token in token_ids]
     return {
         "tokens": texts,
@@ -152,36 +161,50 @@ def completion_logprobs(
             for token, row in zip(token_ids, rows, strict=True)
         ],
         "top_logprobs": [
-            None if row is None else _by_text(token, row, vocabulary)
+            None if row is None else _by_text(token, row, name)
             for token, row in zip(token_ids, rows, strict=True)
         ],
     }
 
 
-def _by_text(token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary) -> dict[str, float]:
+def _by_text(token: int, row: Mapping[int, Logprob], name: Naming) -> dict[str, float]:
     """Return candidates' log probabilities by text.
 
     Of those that share one, such as halves of characters, the actual token stands, or else the likeliest.
     """
     found: dict[str, float] = {}
     for candidate in (token, *row):
-        found.setdefault(_text_of(candidate, row, vocabulary), _finite(row[candidate].logprob))
+        found.setdefault(name(candidate, row), _finite(row[candidate].logprob))
     return found
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], top: int, vocabulary: Vocabulary
+    token_ids: Sequence[int],
+    rows: Sequence[Mapping[int, Logprob]],
+    top: int,
+    vocabulary: Vocabulary,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """Return logprobs in the chat shape: an entry a token, each with its `top` most likely candidates."""
+    """Return logprobs in the chat shape: an entry a token, each with its `top` most likely candidates.
+
+    A `top` of -1 shows all. With `as_ids` tokens are called `token_id:` and their id.
+    """
+    name = _naming(vocabulary, as_ids=as_ids)
     return {
         "content": [
             {
-                **_candidate(token, row, vocabulary),
-                "top_logprobs": [_candidate(i, row, vocabulary) for i in _most_likely(row, top)],
+                **_candidate(token, row, vocabulary, name),
+                "top_logprobs": [_candidate(i, row, vocabulary, name) for i in _most_likely(row, top)],
             }
             for token, row in zip(token_ids, rows, strict=True)
         ]
     }
+
+
+def top_of(body: ChatBody) -> int:
+    """Return how many candidates `body` wants of each token, -1 for all that there are."""
+    return -1 if body.logprob_token_ids else body.top_logprobs or 0
 
 
 def prompt_logprobs(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
@@ -233,7 +256,9 @@ def _completion_choice(
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
     }
-    if body.logprobs is not None:
+    if body.return_token_ids:
+        choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": sample.token_ids}
+    if body.wants_logprobs:
         ids: list[int] = []
         rows: list[Row] = []
         if body.echo:
@@ -242,7 +267,8 @@ def _completion_choice(
         ids += sample.token_ids
         rows += sample.logprobs or []
         offsets = TextOffsets(vocabulary, body.skip_special_tokens is not False)
-        choice["logprobs"] = completion_logprobs(ids, rows, vocabulary, offsets, len(text))
+        as_ids = bool(body.return_tokens_as_token_ids)
+        choice["logprobs"] = completion_logprobs(ids, rows, vocabulary, offsets, len(text), as_ids=as_ids)
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
     return choice
@@ -258,19 +284,24 @@ def _chat_choice(
     deltas = Deltas(body, parsers, output.prompt or "")
     logprobs = None
     if body.logprobs and sample.logprobs is not None:
-        logprobs = chat_logprobs(sample.token_ids, sample.logprobs, body.top_logprobs or 0, vocabulary)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        top = top_of(body)
+        logprobs = chat_logprobs(sample.token_ids, sample.logprobs, top, vocabulary, as_ids=as_ids)
     return {
         "index": sample.index,
         "message": deltas.message(sample.text),
         "logprobs": logprobs,
         "finish_reason": deltas.finish_reason(sample.finish_reason),
         "stop_reason": sample.stop_reason,
+        **({"token_ids": sample.token_ids} if body.return_token_ids else {}),
     }
 
 
-def _candidate(token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary) -> dict[str, Any]:
+def _candidate(
+    token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary, name: Naming
+) -> dict[str, Any]:
     return {
-        "token": _text_of(token, row, vocabulary),
+        "token": name(token, row),
         "logprob": _finite(row[token].logprob),
         "bytes": list(vocabulary.token_bytes(token)),
     }
@@ -278,12 +309,18 @@ def _candidate(token: int, row: Mapping[int, Logprob], vocabulary: Vocabulary) -
 
 def _most_likely(row: Mapping[int, Logprob], top: int) -> list[int]:
     # The chosen token is always in the row, so there may be one candidate too many.
-    return sorted(row, key=lambda token: -row[token].logprob)[:top]
+    ordered = sorted(row, key=lambda token: -row[token].logprob)
+    return ordered if top == -1 else ordered[:top]
 
 
-def _text_of(token: int, row: Row, vocabulary: Vocabulary) -> str:
-    text = row[token].decoded_token if row is not None else None
-    return vocabulary.token_text(token) if text is None else text
+def _naming(vocabulary: Vocabulary, *, as_ids: bool) -> Naming:
+    """Return what makes a token's name: its text, or its id."""
+
+    def text_of(token: int, row: Row) -> str:
+        text = row[token].decoded_token if row is not None else None
+        return vocabulary.token_text(token) if text is None else text
+
+    return (lambda token, _: f"token_id:{token}") if as_ids else text_of
 
 
 def _finite(logprob: float) -> float:

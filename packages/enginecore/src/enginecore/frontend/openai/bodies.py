@@ -43,6 +43,12 @@ class Body(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Integer | None = None
     prompt_logprobs: Integer | None = None
+    logprob_token_ids: list[Integer] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -78,6 +84,10 @@ class CompletionBody(Body, kw_only=True):
     logprobs: Integer | None = None
     add_special_tokens: bool | None = None
     best_of: Integer | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def prompt_alone(self) -> bool:

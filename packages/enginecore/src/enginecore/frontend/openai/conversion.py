@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from enginecore.errors import RequestError
+from enginecore.beam_search import BeamSearchParams
+from enginecore.errors import ContextLengthError, RequestError
 from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
@@ -29,6 +30,7 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
     "min_tokens",
     "prompt_logprobs",
+    "logprob_token_ids",
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
@@ -37,6 +39,9 @@ _SAMPLING_FIELDS = (
     "bad_words",
 )
 """Fields that mean the same, under the same name, in a body and in SamplingParams."""
+
+_BODY_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n"}
+"""What parameters are called in a body, where that is something else."""
 
 
 def completion_prompts(prompt: Any) -> list[str | list[int]]:
@@ -75,8 +80,36 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Samp
         fields["max_tokens"] = 1 if body.prompt_alone else body.max_tokens
     fields["logprobs"] = body.logprobs
     if body.echo and body.prompt_logprobs is None:
-        fields["prompt_logprobs"] = body.logprobs
+        fields["prompt_logprobs"] = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
     return _params(fields)
+
+
+def beam_params(body: Body, prompt_tokens: int, max_model_len: int) -> BeamSearchParams:
+    """Return the search for the `n` best continuations, for a body with `use_beam_search`.
+
+    Without a limit in the body they may have 16 tokens, or in a chat as many as there is room for.
+
+    Raises:
+        RequestError: a field is out of range, or prompt and output are too long.
+    """
+    room = max_model_len - prompt_tokens
+    asked = body.asked_tokens
+    if asked is not None and asked > room:
+        excess = f"its {prompt_tokens} tokens and max_tokens={asked} are {prompt_tokens + asked} together"
+        raise ContextLengthError(max_model_len, excess, "max_tokens")
+    default = room if isinstance(body, ChatBody) else min(room, 16)
+    try:
+        return BeamSearchParams(
+            beam_width=body.samples,
+            max_tokens=max(1, default) if asked is None else asked,
+            ignore_eos=bool(body.ignore_eos),
+            temperature=body.temperature or 0.0,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        )
+    except ValueError as error:
+        field = str(error).partition(" ")[0]
+        raise RequestError(str(error), _BODY_NAMES.get(field, field)) from error
 
 
 def fit_default(body: Body, params: SamplingParams, prompt_tokens: int, max_model_len: int) -> SamplingParams:
@@ -99,7 +132,7 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
     fields = {**defaults, **_sampling_fields(body)}
     asked = body.asked_tokens
     fields["max_tokens"] = defaults.get("max_tokens") if asked is None else asked
-    if body.logprobs:
+    if body.logprobs and not body.logprob_token_ids:
         fields["logprobs"] = body.top_logprobs or 0
     with blaming(body):
         return _params(fields)
@@ -107,10 +140,13 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
 
 @contextmanager
 def blaming(body: Body) -> Generator[None]:
-    """Let a RequestError name the field of `body` that a chat has in place of the one it names."""
+    """Let a RequestError name the field of `body` that stands for the one it names."""
     try:
         yield
     except RequestError as error:
+        if error.param in _BODY_NAMES:
+            named = _BODY_NAMES[error.param]
+            raise RequestError(str(error).replace(error.param, named, 1), named, error.code) from error
         if not isinstance(body, ChatBody):
             raise
         if error.param == "prompt":
@@ -150,7 +186,10 @@ def check_choices(prompts: int, samples: int) -> None:
 def _sampling_fields(body: Body) -> dict[str, Any]:
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return {name: value for name, value in fields.items() if value is not None} | {"output_kind": kind}
+    # A client that asks for several samples need not know that the model's own temperature is 0.
+    equal = body.temperature is None and body.samples > 1
+    others = {"output_kind": kind, "extra_args": body.vllm_xargs, "equal_samples": equal}
+    return {name: value for name, value in fields.items() if value is not None} | others
 
 
 def _params(fields: dict[str, Any]) -> SamplingParams:
@@ -159,7 +198,9 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
     except ValueError as error:
         found = re.match(r"[a-z_]+", str(error))
         known = found is not None and found[0] in SamplingParams.__struct_fields__
-        raise RequestError(str(error), found[0] if found and known else None) from error
+        message = str(error).replace("extra_args", "vllm_xargs")
+        param = found[0] if found and known else None
+        raise RequestError(message, _BODY_NAMES.get(param or "", param)) from error
 
 
 def _token_ids(ids: list[Any]) -> list[int]:

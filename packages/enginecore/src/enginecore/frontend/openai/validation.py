@@ -19,12 +19,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "logits_processors": ([],),
-    "use_beam_search": (False,),
+    "prompt_embeds": (),
     "truncate_prompt_tokens": (),
 }
 """Fields that are refused by both routes, unless they are null or have one of these values."""
 
-_REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_embeds": ()}
+_REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
 
 _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -35,7 +35,32 @@ _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
 }
 
+_REFUSED_BEAMS: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "min_tokens": (0,),
+    "seed": (),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "vllm_xargs": ({},),
+}
+"""Fields that beam search has no use for."""
+
 _REASONS = {
+    "logits_processors": "a request may not bring logits_processors: the server's option of that name "
+    "registers them, and vllm_xargs holds their arguments",
+    "prompt_embeds": "prompt_embeds is not supported: give text or token ids",
     "response_format": 'response_format: only {"type": "text"} is supported by this version',
     "functions": "functions is not supported: it was replaced by tools",
     "function_call": "function_call is not supported: it was replaced by tool_choice",
@@ -100,8 +125,9 @@ def read_chat(fields: Mapping[str, Any], max_logprobs: int) -> ChatBody:
     _refuse(fields, _REFUSED_CHAT)
     _check_shared(fields, body, max_logprobs)
     check_template_kwargs(body.chat_template_kwargs)
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if getattr(body, name) and not body.logprobs:
+            raise RequestError(f"{name} needs logprobs: true", name)
     _check_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
     check_messages(body.messages)
     check_tools(body)
@@ -111,8 +137,8 @@ def read_chat(fields: Mapping[str, Any], max_logprobs: int) -> ChatBody:
 def _check_logprobs(name: str, value: int | None, limit: int) -> None:
     if value is None:
         return
-    if value < 0 or (limit >= 0 and value > limit):
-        allowed = f"between 0 and {limit}" if limit >= 0 else "at least 0"
+    if value < (0 if limit >= 0 else -1) or (limit >= 0 and value > limit):
+        allowed = f"between 0 and {limit}" if limit >= 0 else "at least -1, the whole vocabulary"
         raise RequestError(f"{name} must be {allowed}, got {value}", name)
 
 
@@ -127,13 +153,27 @@ def _check_shared(fields: Mapping[str, Any], body: Body, max_logprobs: int) -> N
     if body.cache_salt == "":
         raise RequestError("cache_salt must not be empty", "cache_salt")
     _refuse(fields, _REFUSED)
+    if body.use_beam_search:
+        # To completions a 0 is a number of logprobs, to chats false is none.
+        asks = [] if fields.get("logprobs") is None or fields["logprobs"] is False else ["logprobs"]
+        for name in asks + _harmful(fields, _REFUSED_BEAMS):
+            raise RequestError(f"{name} is not available with use_beam_search: true", name)
+    elif body.length_penalty not in (None, 1):
+        raise RequestError("length_penalty needs use_beam_search: true", "length_penalty")
 
 
 def _refuse(fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, harmless in refused.items():
-        value = fields.get(name)
-        if value is not None and value not in harmless:
-            raise RequestError(_REASONS.get(name, f"{name} is not supported by this version"), name)
+    for name in _harmful(fields, refused):
+        raise RequestError(_REASONS.get(name, f"{name} is not supported by this version"), name)
+
+
+def _harmful(fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return the fields of `refused` that have another value than null and those that are listed."""
+    return [
+        name
+        for name, harmless in refused.items()
+        if fields.get(name) is not None and fields[name] not in harmless
+    ]
 
 
 def check_template_kwargs(given: dict[str, Any] | None) -> None:

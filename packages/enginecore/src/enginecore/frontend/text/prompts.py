@@ -43,7 +43,9 @@ def encode_text(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool
 
 
 def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, add_special_tokens: bool) -> Prompt:
-    unknown = sorted(set(prompt) - _KEYS)
+    if prompt.get("prompt_embeds") is not None:
+        raise RequestError(f"prompt_embeds is not supported: give {_FORMS}", "prompt_embeds")
+    unknown = sorted(set(prompt) - _KEYS - {"prompt_embeds"})
     if unknown:
         raise RequestError(f"a prompt has no {unknown[0]!r}: give {_FORMS}", "prompt")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")

@@ -1,17 +1,20 @@
 """The runner: applies a step's deltas to its rows, runs the model over the batch, samples."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from collectives import Communicator
-from enginecore.executor.step import StepInput, StepOutput
+from enginecore.executor.step import NOT_FINITE, StepInput, StepOutput
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.runner.buffers import InputBuffers
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
 from enginecore.worker.runner.pooling import PendingPooled, PoolingColumn
 from enginecore.worker.sampling.logprobs import LogprobColumns, merged
-from enginecore.worker.sampling.sampler import SamplingRows, sample
+from enginecore.worker.sampling.processors import Registered
+from enginecore.worker.sampling.sampler import Sampled, SamplingRows, sample
 from enginecore.worker.sampling.state import SamplingState
 from enginecore.worker.upload import upload_integers
 from kvblocks import BlockCopies, CopyList
@@ -28,10 +31,12 @@ class PendingOutput:
         places: np.ndarray,
         logprobs: list[LogprobColumns],
         prompt_logprobs: list[LogprobColumns],
+        errors: Mapping[int, str],
     ) -> None:
-        """`places` int[n] says where each of `tokens` [n], and of the keys of `logprobs`, is in the results.
+        """`places` int[n] says where each of `tokens` [n] is in the results.
 
-        The copies of log probabilities to the host have been started, on the device of `tokens`.
+        The keys of `logprobs` and `errors` are indices into `tokens`, on whose device the copies of log
+        probabilities to the host have been started.
         """
         self._step = step
         self._tokens = tokens.to("cpu", torch.int32, non_blocking=True)
@@ -41,6 +46,7 @@ class PendingOutput:
         self._places = places
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
+        self._errors = errors
         self._unfinished: Tensor | None = None
         self._pooled: PendingPooled | None = None
         self._num_results = len(places)
@@ -66,8 +72,16 @@ class PendingOutput:
         tokens[self._places] = sampled
         unfinished = None if self._unfinished is None else bool(self._unfinished)
         logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
+        errors = {}
+        if self._errors:
+            errors = {
+                int(self._places[index]): error
+                for index, error in self._errors.items()
+                if sampled[index] == NOT_FINITE
+            }
         pooled = None if self._pooled is None else self._pooled.result()
-        return StepOutput(self._step, tokens, logprobs, merged(self._prompt_logprobs), unfinished, pooled)
+        prompt_logprobs = merged(self._prompt_logprobs)
+        return StepOutput(self._step, tokens, logprobs, prompt_logprobs, unfinished, pooled, errors)
 
 
 class Runner:
@@ -94,10 +108,12 @@ class Runner:
         max_rows: int,
         max_len: int,
         program: Program | None = None,
+        processors: Sequence[Registered] = (),
     ) -> None:
         """`cache` and `host_cache` are of one shape but for their blocks, dimension 1.
 
         `dtype` is that of hidden states. `program` runs this stage's layers in the place of the modules.
+        `processors` are those that change logits, on a rank that samples.
         """
         self._model = model
         self._program = program
@@ -110,7 +126,7 @@ class Runner:
         self._block_size = cache.shape[-2]
         self._max_rows = max_rows
         self._buffers = InputBuffers(max_rows, max_len, -(-max_len // self._block_size), cache.device)
-        self._sampling = SamplingState(max_rows)
+        self._sampling = SamplingState(max_rows, processors)
         self._pooling = PoolingColumn(max_rows)
 
     @torch.inference_mode()
@@ -213,18 +229,18 @@ class Runner:
         if not samples.any():
             # On the device, so that the prompts' log probabilities are waited for.
             nothing = torch.empty(0, dtype=torch.int64, device=hidden.device)
-            return PendingOutput(plan.step, nothing, np.empty(0, np.int64), [], prompt_logprobs)
+            return PendingOutput(plan.step, nothing, np.empty(0, np.int64), [], prompt_logprobs, {})
         # Which of the plan's sampling rows each is.
         places = (np.cumsum(plan.samples) - 1)[inputs.order[samples]]
         batch, hidden = self._sampling_rows(step, inputs, hidden, samples)
         logits = self._model.logits(hidden)
         if self._tp.rank == 0:
-            tokens, logprobs = sample(logits, batch, self._buffers.tokens, self._sampling)
+            sampled = sample(logits, batch, self._buffers.tokens, self._sampling)
         else:
-            tokens, logprobs = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device), []
-        tokens = self._tp.broadcast(tokens)
+            sampled = Sampled(torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device), [])
+        tokens = self._tp.broadcast(sampled.tokens)
         self._buffers.append(batch.device_rows, batch.device_lengths, tokens)
-        return PendingOutput(plan.step, tokens, places, logprobs, prompt_logprobs)
+        return PendingOutput(plan.step, tokens, places, sampled.logprobs, prompt_logprobs, sampled.errors)
 
     def _sampling_rows(
         self, step: StepInput, inputs: ModelInputs, hidden: Tensor, samples: np.ndarray
@@ -286,7 +302,7 @@ class Runner:
 
 
 def _nothing(step: StepInput) -> PendingOutput:
-    return PendingOutput(step.plan.step, torch.empty(0), np.empty(0, np.int64), [], [])
+    return PendingOutput(step.plan.step, torch.empty(0), np.empty(0, np.int64), [], [], {})
 
 
 def _pairs(copies: CopyList) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from enginecore.worker.sampling.constraints import ConstraintColumns
 from enginecore.worker.sampling.penalties import PenaltyColumns
+from enginecore.worker.sampling.processors import ProcessorColumns
 from enginecore.worker.upload import upload_floats, upload_integers
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Part(NamedTuple):
     rows: Tensor | None
     """int64 [m]; None for all."""
     changed: bool
-    """Whether constraints or penalties change their logits, which are widened to float32 for it."""
+    """Whether constraints, processors or penalties change their logits, which are float32 for it."""
     settings: DrawSettings | None
     """None where the likeliest token is taken of each row, by a device's own argmax."""
 
@@ -44,16 +45,22 @@ class LogprobGroup(NamedTuple):
     """The same on the device; None for all rows."""
     width: int
     """-1 for the whole vocabulary."""
+    candidates: Tensor | None
+    """int64 [g, width] where they ask for certain ones; None for the likeliest."""
 
 
 class SamplingColumns(NamedTuple):
-    """All settings of a batch of n rows. Rows that use no constraint or penalty are in none of theirs."""
+    """All settings of a batch of n rows.
+
+    Rows that use no constraint, processor or penalty are in none of theirs.
+    """
 
     parts: list[Part]
     """One, or the rows whose logits are not changed and those whose are."""
     order: Tensor | None
     """int64 [n]: where each row is in the parts one after the other; None for one part."""
     constraints: ConstraintColumns | None
+    processors: ProcessorColumns | None
     penalties: PenaltyColumns | None
     logprobs: list[LogprobGroup]
 
@@ -68,12 +75,11 @@ class SamplingColumns(NamedTuple):
     ) -> "SamplingColumns":
         """Make the columns of `rows` int[n] for logits of `dtype`.
 
-        Logits are changed of the rows in `changed` bool[n]: those with penalties or constraints that apply.
+        Logits are changed of the rows in `changed` bool[n]: those with penalties, with processors, or with
+        constraints that apply.
         """
-        widths = state.logprobs[rows]
-        asked = widths > -2
         # Logprobs are those of the logits before they are changed.
-        in_place = dtype == torch.float32 and not asked.any()
+        in_place = dtype == torch.float32 and not (state.logprobs[rows] > -2).any()
         whole = in_place or changed.all() or not changed.any()
         members = [np.arange(len(rows))] if whole else [np.flatnonzero(~changed), np.flatnonzero(changed)]
         indices = [None] if whole else upload_integers(members, device)
@@ -83,17 +89,31 @@ class SamplingColumns(NamedTuple):
         ]
         order = None if whole else upload_integers([np.argsort(np.concatenate(members))], device)[0]
         places = np.arange(len(rows)) if whole else np.cumsum(changed) - 1
-        distinct = np.unique(widths[asked]).tolist()
-        groups = [np.flatnonzero(widths == width) for width in distinct]
-        alike = len(groups) == 1 and asked.all()
-        uploaded = [None] if alike else upload_integers(groups, device)
         return cls(
             parts,
             order,
             _constraints(state, rows, changed, places, device),
+            _processors(state, rows, places, device),
             _penalties(state, rows, places, device),
-            [LogprobGroup(*group) for group in zip(groups, uploaded, distinct, strict=True)],
+            _logprob_groups(state, rows, device),
         )
+
+
+def _logprob_groups(state: "SamplingState", rows: np.ndarray, device: torch.device) -> list[LogprobGroup]:
+    widths = state.logprobs[rows]
+    named = np.isin(rows, list(state.logprob_ids))
+    asked = sorted({*zip(widths.tolist(), named.tolist(), strict=True)} - {(-2, False)})
+    groups = [np.flatnonzero((widths == width) & (named == by_id)) for width, by_id in asked]
+    alike = len(groups) == 1 and len(groups[0]) == len(rows)
+    uploaded = [None] if alike else upload_integers(groups, device)
+    found = []
+    for (width, by_id), index, on_device in zip(asked, groups, uploaded, strict=True):
+        candidates = None
+        if by_id:
+            ids = np.concatenate([state.logprob_ids[row] for row in rows[index].tolist()])
+            candidates = upload_integers([ids], device)[0].view(len(index), width)
+        found.append(LogprobGroup(index, on_device, width, candidates))
+    return found
 
 
 def _settings(state: "SamplingState", rows: np.ndarray, device: torch.device) -> DrawSettings | None:
@@ -116,6 +136,16 @@ def _constraints(
     picked = rows[index]
     parts = [state.constraints[row] for row in picked.tolist()]
     return ConstraintColumns.join(parts, index, places[index], picked, state.num_prompt[picked], device)
+
+
+def _processors(
+    state: "SamplingState", rows: np.ndarray, places: np.ndarray, device: torch.device
+) -> ProcessorColumns | None:
+    index = np.flatnonzero(state.processed[rows])
+    if not len(index):
+        return None
+    picked = rows[index]
+    return state.processors.columns(picked, index, places[index], state.num_prompt[picked], device)
 
 
 def _penalties(

@@ -34,7 +34,7 @@ class LogprobColumns:
     ) -> None:
         """Make room for `counts[i]` positions of `keys[i]`, int [k] each, one key after another.
 
-        `width` candidates are kept at each position; -1 is the whole vocabulary.
+        `width` candidates are kept at each position, or all there are; -1 is the whole vocabulary.
         """
         self._keys = keys
         self._ends = np.cumsum(counts)
@@ -46,17 +46,25 @@ class LogprobColumns:
         self.values = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
         self.ranks = torch.empty(positions, dtype=torch.int32, pin_memory=pinned)
 
-    def write(self, start: int, logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> None:
+    def write(
+        self,
+        start: int,
+        logits: Tensor,
+        tokens: Tensor,
+        rows: Tensor | None = None,
+        candidates: Tensor | None = None,
+    ) -> None:
         """Fill the positions from `start` on, whose actual tokens are `tokens` int64 [n].
 
         Their logits are rows 0 to n - 1 of `logits` […, vocab], in any floating-point dtype, or those of
-        `rows` int64 [n].
+        `rows` int64 [n]. Candidates are the likeliest, or those in `candidates` int64 [n, width].
         """
         step = max(1, PIECE // logits.shape[-1])
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
             picked = logits[part] if rows is None else logits[rows[part]]
-            found = _normalise(picked, tokens[part], self._candidates)
+            wanted = self._candidates if candidates is None else candidates[part]
+            found = _normalise(picked, tokens[part], wanted)
             target = slice(start + first, start + first + len(picked))
             for column, piece in zip((self.ids, self.values, self.ranks), found, strict=True):
                 column[target].copy_(piece, non_blocking=True)
@@ -78,15 +86,21 @@ class _Found(NamedTuple):
     ranks: Tensor
 
 
-def _normalise(logits: Tensor, tokens: Tensor, candidates: int) -> _Found:
-    """Return ids, values [n, 1 + candidates] and ranks [n] of logits [n, vocab] and tokens [n]."""
+def _normalise(logits: Tensor, tokens: Tensor, candidates: int | Tensor) -> _Found:
+    """Return ids, values [n, 1 + candidates] and ranks [n] of logits [n, vocab] and tokens [n].
+
+    `candidates` is how many of the likeliest there are, or which ones, int64 [n, candidates].
+    """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     actual = logprobs.gather(-1, tokens[:, None])
-    best = logprobs.topk(candidates, dim=-1)
-    ids = torch.cat([tokens[:, None].to(torch.int32), best.indices.to(torch.int32)], dim=-1)
+    if isinstance(candidates, Tensor):
+        others, values = candidates, logprobs.gather(-1, candidates)
+    else:
+        values, others = logprobs.topk(candidates, dim=-1)
+    ids = torch.cat([tokens[:, None].to(torch.int32), others.to(torch.int32)], dim=-1)
     # In place and in float32, which counts a vocabulary exactly: a sum of booleans is one of an int64 copy.
     ranks = logprobs.gt_(actual).sum(-1).to(torch.int32) + 1
-    return _Found(ids, torch.cat([actual, best.values], dim=-1), ranks)
+    return _Found(ids, torch.cat([actual, values], dim=-1), ranks)
 
 
 def merged(columns: Iterable[LogprobColumns]) -> dict[int, PositionLogprobs]:

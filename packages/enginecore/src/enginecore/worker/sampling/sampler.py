@@ -1,5 +1,6 @@
 """Draw the next tokens of a batch, each row by its own settings and its own random stream."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -36,24 +37,28 @@ class Sampled(NamedTuple):
 
     tokens: Tensor
     logprobs: list[LogprobColumns]
+    errors: Mapping[int, str] = {}
+    """By index, what is said of a row with logits processors if it has no token."""
 
 
 def sample(logits: Tensor, batch: SamplingRows, tokens: Tensor, state: SamplingState) -> Sampled:
     """Choose a token for each row of logits [n, vocab] in any floating-point dtype; they may be overwritten.
 
     `tokens` is int32 [max_rows, max_len]. Log probabilities are those of the model, before any setting
-    changes them. The order of the rest is vLLM's: bans and bias, penalties, temperature, min-p, top-k, top-p.
+    changes them. The order of the rest is vLLM's: bans and bias, processors, penalties, temperature, min-p,
+    top-k, top-p.
     """
     columns = state.columns(batch.rows, batch.lengths, logits.dtype, logits.device)
-    drawn = [_draw(logits, part, columns, batch, tokens) for part in columns.parts]
+    errors: dict[int, str] = {}
+    drawn = [_draw(logits, part, columns, batch, tokens, errors) for part in columns.parts]
     chosen = drawn[0] if columns.order is None else torch.cat(drawn)[columns.order]
     logprobs = []
     reported = chosen.clamp(min=0) if columns.logprobs else chosen
-    for index, rows, width in columns.logprobs:
+    for index, rows, width, candidates in columns.logprobs:
         found = LogprobColumns(index, np.ones(len(index), np.int64), width, logits.shape[-1], logits.device)
-        found.write(0, logits, reported if rows is None else reported[rows], rows)
+        found.write(0, logits, reported if rows is None else reported[rows], rows, candidates)
         logprobs.append(found)
-    return Sampled(chosen, logprobs)
+    return Sampled(chosen, logprobs, errors)
 
 
 def sample_with_everything(logits: Tensor, max_logprobs: int) -> None:
@@ -72,9 +77,17 @@ def sample_with_everything(logits: Tensor, max_logprobs: int) -> None:
 
 
 def _draw(
-    logits: Tensor, part: Part, columns: SamplingColumns, batch: SamplingRows, tokens: Tensor
+    logits: Tensor,
+    part: Part,
+    columns: SamplingColumns,
+    batch: SamplingRows,
+    tokens: Tensor,
+    errors: dict[int, str],
 ) -> Tensor:
-    """Return a token, or NOT_FINITE, for each row of `part`, int64 [m]."""
+    """Return a token, or NOT_FINITE, for each row of `part`, int64 [m].
+
+    `errors` gets what is said of rows with logits processors that have no token.
+    """
     positions = batch.device_lengths
     if part.rows is not None:
         logits, positions = logits[part.rows], positions[part.rows]
@@ -83,6 +96,8 @@ def _draw(
         logits = logits.to(torch.float32, copy=must_stay)
         if columns.constraints is not None:
             columns.constraints.apply(logits, batch.device_lengths, tokens)
+        if columns.processors is not None:
+            errors.update(columns.processors.apply(logits, batch.lengths, tokens))
         if columns.penalties is not None:
             columns.penalties.apply(logits, batch.lengths, batch.device_lengths, tokens)
     if part.settings is None:

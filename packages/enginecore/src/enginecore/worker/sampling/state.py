@@ -1,6 +1,6 @@
 """Sampling settings of the running rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
 from enginecore.worker.sampling.columns import SamplingColumns
 from enginecore.worker.sampling.constraints import RowConstraints
+from enginecore.worker.sampling.processors import ProcessorRows, Registered
 
 _MOST = 2**31 - 1
 """More than any vocabulary has, and what an int32 column holds."""
@@ -25,16 +26,24 @@ _MOST_BATCHES = 16
 class SamplingState:
     """A column for each setting, [max_rows]; rows are set when they are admitted and stay until freed."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, processors: Sequence[Registered] = ()) -> None:
+        """`processors` are those that the engine's options name."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.top_k = np.zeros(max_rows, np.int32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.logprobs = np.full(max_rows, -2, np.int32)
         """Candidates asked for; -1 is the whole vocabulary, -2 is none."""
+        self.logprob_ids: dict[int, np.ndarray] = {}
+        """By row, of those that ask for certain candidates: int32 [candidates]."""
         self.prompt_logprobs = np.full(max_rows, -2, np.int32)
         self.prompt_logprobs_done = np.zeros(max_rows, np.int32)
         self.floats = {name: np.zeros(max_rows, np.float32) for name in _FLOATS}
         self.penalised = np.zeros(max_rows, bool)
+        self.processed = np.zeros(max_rows, bool)
+        """Whether logits processors change the row's logits."""
+        self.always_changed = np.zeros(max_rows, bool)
+        """Whether penalties or processors do."""
+        self.processors = ProcessorRows(processors)
         self.constrained_until = np.zeros(max_rows, np.int32)
         """Number of generated tokens from which on the row has no constraint; 0 for none at all."""
         self.constraints: dict[int, RowConstraints] = {}
@@ -48,11 +57,17 @@ class SamplingState:
         self.top_k[row] = min(params.top_k, _MOST)
         self.seed[row] = np.uint64(sampling.seed % 2**64)
         self.logprobs[row] = _count(params.logprobs)
+        self.logprob_ids.pop(row, None)
+        if params.logprob_token_ids is not None:
+            ids = np.array(list(dict.fromkeys(params.logprob_token_ids)), np.int32)
+            self.logprob_ids[row], self.logprobs[row] = ids, len(ids)
         self.prompt_logprobs[row] = _count(params.prompt_logprobs)
         self.prompt_logprobs_done[row] = sampling.prompt_logprobs_done
         for name, column in self.floats.items():
             column[row] = min(getattr(params, name), _LARGEST)
         self.penalised[row] = _penalised(params)
+        self.processed[row] = self.processors.set(row, params)
+        self.always_changed[row] = self.penalised[row] | self.processed[row]
         self._columns.clear()
         constraints = RowConstraints.of(sampling)
         self.constrained_until[row] = 0 if constraints is None else constraints.until
@@ -63,6 +78,8 @@ class SamplingState:
         """Forget rows that ended or were preempted."""
         for row in rows:
             self.constraints.pop(row, None)
+            self.logprob_ids.pop(row, None)
+            self.processors.free(row)
 
     def columns(
         self, rows: np.ndarray, lengths: np.ndarray, dtype: torch.dtype, device: torch.device
@@ -71,7 +88,7 @@ class SamplingState:
 
         `lengths` int[n] is the number of tokens that each row holds.
         """
-        changed = self.penalised[rows] | (lengths - self.num_prompt[rows] < self.constrained_until[rows])
+        changed = self.always_changed[rows] | (lengths - self.num_prompt[rows] < self.constrained_until[rows])
         key = rows.tobytes(), changed.tobytes(), dtype
         found = self._columns.get(key)
         if found is None:
