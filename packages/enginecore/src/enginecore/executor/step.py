@@ -47,7 +47,8 @@ class StepOutput(NamedTuple):
 
     step: int
     tokens: NDArray[np.int32]
-    """[k]: ids, or NOT_FINITE; 0 for rows that are pooled."""
+    """[k]: ids, or NOT_FINITE; several of a row one after another where drafts were accepted; 0 for rows that
+    are pooled."""
     logprobs: dict[int, PositionLogprobs]
     """By index into `tokens`, one position each, for rows that asked."""
     prompt_logprobs: dict[int, PositionLogprobs]
@@ -56,6 +57,8 @@ class StepOutput(NamedTuple):
     """Of a step that asked: whether any engine has unfinished requests."""
     pooled: PooledRows | None = None
     """By row."""
+    counts: NDArray[np.int32] | None = None
+    """Tokens of each sampling row, of a step with drafts; None for one each."""
 
 
 def empty_step(unfinished: bool | None) -> StepInput:
