@@ -16,6 +16,7 @@ from batchsched.records import StepBatch
         ((1, 8, 8, -1), "long_prefill_token_threshold is -1"),
         ((1, 8, 8, 0, -0.5), r"watermark is -0\.5"),
         ((1, 8, 8, 0, 0.5, 0), "stages is 0"),
+        ((1, 8, 8, 0, 0.5, 1, -1), "max_tokens_with_drafts is -1"),
     ],
 )
 def test_limits_that_no_plan_could_keep_are_refused(limits, message):
@@ -27,6 +28,15 @@ def test_a_chunk_is_bounded_by_the_budget_and_the_threshold():
     assert Limits(4, 100, 1000).chunk == 100
     assert Limits(4, 100, 1000, long_prefill_token_threshold=30).chunk == 30
     assert Limits(4, 100, 1000, long_prefill_token_threshold=300).chunk == 100
+
+
+def test_rows_share_what_their_own_tokens_leave_for_drafts():
+    limits = Limits(8, 20, 100)
+    assert [limits.drafts_per_row(rows, rows) for rows in (1, 2, 5, 8, 21)] == [19, 9, 3, 1, 0]
+    assert limits.drafts_per_row(8, 2) == 6
+    assert limits.drafts_per_row(0, 0) == 20
+    few = Limits(8, 20, 100, max_tokens_with_drafts=7)
+    assert [few.drafts_per_row(tokens, 2) for tokens in (2, 3, 4, 6, 9)] == [2, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize("tokens", [[1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], np.uint16)])

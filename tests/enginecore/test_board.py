@@ -75,6 +75,7 @@ def test_counters_go_on_with_the_next_core_and_all_else_begins_anew(tmp_path):
                     preemptions=1,
                     generation_tokens=tokens,
                     ran_tokens=2 * tokens,
+                    num_accepted_tokens=tokens,
                     step_buckets=buckets(tokens, 1),
                 )
             )
@@ -82,6 +83,7 @@ def test_counters_go_on_with_the_next_core_and_all_else_begins_anew(tmp_path):
         stats = reader.stats()
         assert (stats.running, stats.waiting, stats.free_blocks, stats.num_blocks) == (4, 1, 2, 8)
         assert (stats.preemptions, stats.generation_tokens, stats.ran_tokens) == (run, 10 * run, 20 * run)
+        assert stats.num_accepted_tokens == 10 * run
         assert stats.step_buckets == buckets(10 * run, run)
 
 

@@ -21,8 +21,10 @@ request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket
 request_queue_time_seconds_sum request_inference_time_seconds_sum request_prefill_time_seconds_sum
 request_decode_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
 request_max_num_generation_tokens_bucket request_params_n_count request_params_max_tokens_count
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 """
-"""Series by which vLLM's Grafana dashboards draw, and those that its metrics page lists for every model."""
+"""Series by which vLLM's Grafana dashboards draw, those that its metrics page lists for every model, and
+those of speculative decoding."""
 
 LIMITS = EngineLimits(64, 320, 8, 16, device="cpu", dtype="float32")
 

@@ -1,5 +1,6 @@
 """Options from the command line, the environment and a file."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,9 @@ from enginecore.errors import ConfigError
 from enginecore.model_files import locate
 from enginecore.option_sources import LIBRARY_VARIABLES
 from enginecore.options import OptionParser, run_command
+from enginecore.speculation import Speculation
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def option(default: Any, **more: Any) -> Any:
@@ -294,3 +298,68 @@ def test_overrides_of_a_model_s_configuration(tmp_path):
     assert make_config({"hf_overrides": {"a": 5}}).hf_overrides == {"a": 5}
     files = locate(config.model, config.revision, config.hf_overrides)
     assert files.config == {"a": 5, "rope": {"b": 6, "c": 3}}
+
+
+def test_speculative_decoding_is_off_unless_asked_for():
+    assert make_config({}).speculation is None
+    assert make_config({"speculative_config": None}).speculation is None
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_prompt_lookup_s_sizes_default_to_each_other_as_vllm_s_do(given, lookup, tmp_path):
+    mapping = {"method": "ngram", "num_speculative_tokens": 3, **given}
+    text = json.dumps(mapping)
+    (tmp_path / "options.yaml").write_text(f"speculative_config: {text}")
+    for config in (
+        make_config({"speculative_config": mapping}),
+        make_config({"speculative_config": text}),
+        engine_config("--speculative-config", text),
+        engine_config("--config", str(tmp_path / "options.yaml")),
+    ):
+        assert config.speculation == Speculation(3, *lookup)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[1]", "speculative_config must be a JSON object"),
+        ("ngram", "speculative_config must be a JSON object"),
+        ({}, "speculative_config: method must be ngram, got None"),
+        ({"method": "eagle"}, "method must be ngram, got 'eagle': .* draft models are not supported"),
+        ({"method": "ngram"}, "speculative_config needs num_speculative_tokens"),
+        (NGRAM | {"model": "a"}, "unknown key 'model'; known keys: method, num_speculative_tokens, prompt_"),
+        (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
+        (NGRAM | {"num_speculative_tokens": "3"}, "num_speculative_tokens must be an integer, got '3'"),
+        (NGRAM | {"num_speculative_tokens": True}, "num_speculative_tokens must be an integer, got True"),
+        (NGRAM | {"prompt_lookup_min": 2.5}, "prompt_lookup_min must be an integer, got 2.5"),
+        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min must be at least 1, got 0"),
+        (
+            NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_max=3 is less than prompt_lookup_min=4",
+        ),
+    ],
+)
+def test_speculation_that_is_not_there_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        make_config({"speculative_config": given})
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "budget", "most"),
+    [("cpu", 5, 2048, 8), ("cpu", 30, 2048, 31), ("cuda", 5, 2048, 256), ("cuda", 5, 100, 50)],
+)
+def test_tokens_of_a_step_with_drafts_are_bounded_by_device_and_budget(device, count, budget, most):
+    asked = NGRAM | {"num_speculative_tokens": count}
+    options = {"speculative_config": asked, "max_num_batched_tokens": budget}
+    config = make_config({**options, "max_num_seqs": 4})
+    assert (config.max_tokens_with_drafts(device), config.max_sampled(device)) == (most, most)
+    assert make_config({**options, "max_num_seqs": 300}).max_sampled(device) == 300
+    assert make_config({}).max_tokens_with_drafts(device) == 0

@@ -136,7 +136,15 @@ def decoding(rows, number):
     return StepInput(plan, [], TableChanges(ids(), ids(), ids()), NO_COPIES)
 
 
-def count_step(rows, settings, bad_words=(), dtype=torch.bfloat16, processors=()):
+def drafting(rows, number):
+    """As `decoding`, with two drafts in each row."""
+    step = decoding(rows, number)
+    every = step.plan.rows
+    drafts = {"num_drafts": every * 0 + 2, "drafts": np.repeat(every, 2), "counts": every * 0 + 3}
+    return step._replace(plan=step.plan._replace(**drafts))
+
+
+def count_step(rows, settings, bad_words=(), dtype=torch.bfloat16, decoding=decoding, processors=()):
     runner = make_runner(rows, dtype, processors)
     runner.run(admitting(rows, settings, [list(word) for word in bad_words]))
     # The first decode step makes the settings' columns.
@@ -198,6 +206,15 @@ def test_a_registered_processor_costs_as_many_operations_whatever_the_rows_and_o
     two, many = (count_step(rows, doubled, processors=made) for rows in (2, MOST_ROWS))
     assert two == many
     assert many.operations <= 35
+
+
+@pytest.mark.parametrize("settings", [GREEDY, PLAIN, CHANGED], ids=["greedy", "sampled", "changed"])
+def test_drafts_cost_a_few_operations_whatever_the_rows(settings):
+    plain = count_step(2, settings)
+    two, many = (count_step(rows, settings, decoding=drafting) for rows in (2, MOST_ROWS))
+    assert many == two
+    assert many.operations <= plain.operations + 7
+    assert many.calls <= plain.calls + 110
 
 
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 2)])

@@ -63,6 +63,8 @@ class Limits:
         and its prefill was in vain.
     stages: pipeline stages, each of which runs another step at the same time. With more than one, no step
         runs a row whose newest token is in flight, and decoding rows are spread evenly over that many steps.
+    max_tokens_with_drafts: most tokens of a step with drafts, these included; see `drafts_per_row`. None for
+        no bound but the budget.
     """
 
     max_num_seqs: int
@@ -71,6 +73,7 @@ class Limits:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.5
     stages: int = 1
+    max_tokens_with_drafts: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -94,6 +97,10 @@ class Limits:
             )
         if self.stages < 1:
             raise ValueError(f"stages is {self.stages}: a pipeline has at least 1")
+        if self.max_tokens_with_drafts is not None and self.max_tokens_with_drafts < 0:
+            raise ValueError(
+                f"max_tokens_with_drafts is {self.max_tokens_with_drafts}: 0 is for steps without drafts"
+            )
 
     @property
     def chunk(self) -> int:
@@ -101,6 +108,17 @@ class Limits:
         if self.long_prefill_token_threshold:
             return min(self.long_prefill_token_threshold, self.max_num_batched_tokens)
         return self.max_num_batched_tokens
+
+    def drafts_per_row(self, num_tokens: int, num_drafting: int) -> int:
+        """Most drafts of each of `num_drafting` rows that have some, in a step of `num_tokens` besides.
+
+        They share what `num_tokens` leaves of `max_tokens_with_drafts` and of the budget evenly: no row waits
+        for the drafts of another.
+        """
+        most = self.max_num_batched_tokens
+        if self.max_tokens_with_drafts is not None:
+            most = min(most, self.max_tokens_with_drafts)
+        return max(most - num_tokens, 0) // max(num_drafting, 1)
 
 
 def _no_tokens() -> NDArray[np.int32]:

@@ -178,10 +178,9 @@ class RunningRows:
     def _set_queue(self, rows: NDArray[np.intp]) -> None:
         self.queue = rows[np.lexsort((self.arrival_index[rows], self.rank[rows]))]
 
-    def wanted(self, rows: NDArray[np.intp], counts: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Add drafts to the `counts` tokens each row has left to run; 0 for rows that await their tokens."""
-        known = (self.max_drafts[rows] == 0) | (self.expected[rows] == self.num_tokens[rows])
-        return np.where(known, counts + self.num_drafts[rows], 0).astype(np.int32)
+    def known(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether each row may run: one that may have drafts awaits the tokens of its last step, bool [n]."""
+        return (self.max_drafts[rows] == 0) | (self.expected[rows] == self.num_tokens[rows])
 
     def take_drafts(self, batch: StepBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return how many drafts each row of the batch runs, int32 [n], and their ids, row after row."""

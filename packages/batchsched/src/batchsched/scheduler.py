@@ -185,6 +185,16 @@ class Scheduler:
             held=self._waiting.num_held,
         )
 
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Tokens of all rows, int32 [max_num_seqs, max_model_len], to be read up to a row's `num_tokens`."""
+        return self._rows.tokens
+
+    @property
+    def num_tokens(self) -> NDArray[np.int32]:
+        """Number of known tokens of each row, int32 [max_num_seqs]; to be read only."""
+        return self._rows.num_tokens
+
     def draft(self, rows: ArrayLike, tokens: ArrayLike, counts: ArrayLike | None = None) -> None:
         """Give rows draft tokens, to be verified by their next step that samples.
 
@@ -192,9 +202,9 @@ class Scheduler:
         tokens: int [n, k], guesses of what follows each row's last known token.
         counts: number of drafts of each row, int [n]; None for all k.
 
-        Call it between a commit and the next plan. A row verifies as many as its `max_tokens`, the budget and
-        free memory allow; no row is preempted for drafts. Those that the sampling step does not verify are
-        dropped, and so are those of a row that is preempted.
+        Call it between a commit and the next plan. A row verifies as many as its `max_tokens`, its share by
+        `Limits.drafts_per_row` and free memory allow; no row is preempted for drafts. Those that the sampling
+        step does not verify are dropped, and so are those of a row that is preempted.
 
         Raises ValueError for more drafts than the request's `max_drafts`, or a row with a step in flight that
         samples: the token it samples comes first.
@@ -298,10 +308,14 @@ class Scheduler:
         if self.limits.stages > 1:
             picked = self._in_flight.pick_microbatch(self._rows, rows, counts, self.limits.stages)
             rows, starts, counts = rows[picked], starts[picked], counts[picked]
+        batch = StepBatch(rows, starts, np.minimum(counts, self.limits.chunk))
         if not self._rows.speculating:
-            return StepBatch(rows, starts, np.minimum(counts, self.limits.chunk))
-        counts = self._rows.wanted(rows, counts)
-        return StepBatch(rows, starts, np.minimum(counts, self.limits.chunk)).only(counts > 0)
+            return batch
+        batch = batch.only(self._rows.known(rows))
+        num_drafts = self._rows.num_drafts[batch.rows]
+        most = self.limits.drafts_per_row(batch.num_tokens, int(np.count_nonzero(num_drafts)))
+        counts = batch.counts + np.minimum(num_drafts, most)
+        return batch._replace(counts=np.minimum(counts, self.limits.chunk)).only(counts > 0)
 
     def _grow(self, batch: StepBatch) -> tuple[StepBatch, bool]:
         """Allocate the batch's blocks. Returns the part of it that has them, and whether memory was short.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from enginecore.errors import ConfigError
+from enginecore.speculation import Speculation, read_speculation
 from enginecore.vllm_options import VLLMOptions
 
 _LONGEST_TIMEOUT = 30 * 24 * 3600.0
@@ -72,6 +73,13 @@ class EngineConfig:
         None,
         "store the weights of linear layers as integers, rounded while they are loaded: int8; int8-dynamic: "
         "activations are rounded to int8 too, which is fastest for many rows; int4 (groups of 64, head int8)",
+    )
+
+    speculative_config: dict[str, Any] | None = option(  # noqa: RUF009 - the default is None
+        None,
+        'JSON object: {"method": "ngram", "num_speculative_tokens": N} drafts up to N tokens, those that '
+        "followed a request's last ones where they stood before; prompt_lookup_max, prompt_lookup_min: how "
+        "many of the last ones must be the same",
     )
 
     block_size: int = option(16, "tokens in a KV cache block")
@@ -183,6 +191,21 @@ class EngineConfig:
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         self._check_parallel()
+        _ = self.speculation  # which refuses what cannot be
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What `speculative_config` asks for."""
+        return None if self.speculative_config is None else read_speculation(self.speculative_config)
+
+    def max_tokens_with_drafts(self, device: str) -> int:
+        """Return the most tokens of a step with drafts on a cpu or cuda device; 0 without speculation."""
+        speculation = self.speculation
+        return 0 if speculation is None else speculation.max_step_tokens(device, self.max_num_batched_tokens)
+
+    def max_sampled(self, device: str) -> int:
+        """Return the most positions that a step samples at on a cpu or cuda device."""
+        return max(self.max_num_seqs, self.max_tokens_with_drafts(device))
 
     @property
     def follows_prefixes(self) -> bool:
@@ -312,6 +335,7 @@ class EngineOptions(TypedDict, total=False):
     time_slice_tokens: int
     preemption_mode: Literal["recompute", "swap"]
     quantization: Literal["int8", "int8-dynamic", "int4"] | None
+    speculative_config: dict[str, Any] | None
     block_size: int
     enable_prefix_caching: bool
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]

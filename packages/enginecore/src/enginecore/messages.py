@@ -151,6 +151,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     ran_tokens: int = 0
     """Tokens that steps ran, prompts' and generated ones."""
+    num_drafts: int = 0
+    """Drafts that were verified, each of one or more tokens of a request."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     step_buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
     """Steps by their tokens: those up to each of STEP_BOUNDS, above the one before; the last are larger."""
 
@@ -189,6 +193,8 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """Requests that the core refused."""
     pooled: PooledRows | None = None
     """By number. A request that is pooled has one token, of no meaning, once all its positions have run."""
+    drafted: dict[int, tuple[int, int]] = {}
+    """By number, for requests whose drafts this step ran: how many, and how many of them were accepted."""
 
     @classmethod
     def empty(cls) -> "Outputs":

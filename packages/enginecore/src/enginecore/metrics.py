@@ -374,6 +374,9 @@ def engine_families(
         ("num_preemptions", "Preempted requests", "preemptions"),
         ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
+        ("spec_decode_num_drafts", "Times that a request's drafts were verified", "num_drafts"),
+        ("spec_decode_num_draft_tokens", "Draft tokens verified", "num_draft_tokens"),
+        ("spec_decode_num_accepted_tokens", "Draft tokens accepted", "num_accepted_tokens"),
     )
     known = dict(stats) or {0: EngineStats()}
     alive = GaugeMetricFamily(f"{prefix}engine_up", "1 while the rank is loaded and runs", labels=_LABELS)

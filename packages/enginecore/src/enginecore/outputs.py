@@ -37,13 +37,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds since the epoch."""
+    """Times of one request, in seconds since the epoch, and its drafts, of all samples."""
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     time_in_queue: float | None = None
     """Seconds from arrival to the first step."""
+    num_draft_tokens: int = 0
+    """Draft tokens that were verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that were what was sampled. A stop string may lie before the last ones."""
 
 
 @dataclass(slots=True)

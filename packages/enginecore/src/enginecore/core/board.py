@@ -24,6 +24,9 @@ _COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
     "ran_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
 )
 _GAUGES = ("running", "waiting", "free_blocks", "num_blocks")
 _BUCKETS = len(STEP_BOUNDS) + 1

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from batchsched import (
     AdmittedRow,
     Committed,
+    Finish,
     Limits,
     NeverFits,
     Policy,
@@ -30,8 +31,10 @@ from batchsched import (
 )
 from enginecore.config import EngineConfig
 from enginecore.core.board import Board
+from enginecore.core.drafts import Proposer
 from enginecore.core.identity import NUMBER_BITS, NUMBER_MASK
 from enginecore.core.lockstep import Lockstep
+from enginecore.core.ngram import NgramProposer
 from enginecore.core.policies import make_policy
 from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, LoadReport, RankPlace
@@ -90,6 +93,9 @@ class _Counters:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ran_tokens = 0
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.step_buckets = [0] * (len(STEP_BOUNDS) + 1)
 
 
@@ -110,6 +116,8 @@ class _StepResults(NamedTuple):
     logprobs: _Logprobs
     prompt_logprobs: _Logprobs
     pooled: PooledRows | None
+    drafted: dict[int, tuple[int, int]]
+    """Drafts that the step ran, and those of them that were accepted."""
 
     def clients(self) -> set[int]:
         """Return the clients that some of it is for."""
@@ -138,8 +146,12 @@ class EngineCore:
         *,
         board: Board | None = None,
         lockstep: Lockstep | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`board` is where other processes see each step before it starts, and its end."""
+        """`board` is where other processes see each step before it starts, and its end.
+
+        `proposer` has drafts for a `config` that speculates; by default it is prompt lookup.
+        """
         self._executor = executor
         self._board = board
         self.lockstep = lockstep
@@ -155,6 +167,11 @@ class EngineCore:
             windows=(limits.window,),
             record_events=config.follows_prefixes,
         )
+        speculation = config.speculation
+        self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        self._proposer: Proposer | None = None
+        if speculation is not None:
+            self._proposer = proposer or NgramProposer(speculation, config.max_num_seqs, limits.max_model_len)
         self._scheduler = Scheduler(
             Limits(
                 max_num_seqs=config.max_num_seqs,
@@ -164,6 +181,7 @@ class EngineCore:
                 max_model_len=limits.max_model_len + 1,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 stages=config.pipeline_parallel_size,
+                max_tokens_with_drafts=config.max_tokens_with_drafts(limits.device),
             ),
             self._memory,
             policy or make_policy(config),
@@ -172,7 +190,7 @@ class EngineCore:
         self.error: EngineDeadError | None = None
         """Why the engine has ended; None while it runs."""
         self._in_flight: deque[_StepUnderWay] = deque()
-        self._sampled: list[tuple[StepPlan, np.ndarray]] = []
+        self._sampled: list[SampledTokens] = []
         """What was sampled since the last step was submitted, where the first stage does not know it."""
         self._unfinished: dict[int, AddRequest] = {}
         self._alone: deque[int] = deque()
@@ -222,6 +240,7 @@ class EngineCore:
                     arrival=time.monotonic() - message.age,
                     use_cache=_may_read_cache(sampling.params),
                     held=message.alone,
+                    max_drafts=self._max_drafts,
                 )
             )
         except RequestRefused as error:
@@ -307,15 +326,30 @@ class EngineCore:
             self.lockstep.answer(result.unfinished)
         if not len(plan.rows):
             return self._deliver(None)
-        committed = self._scheduler.commit(StepResult(plan.step, np.maximum(result.tokens, 0)))
+        sampled = StepResult(plan.step, np.maximum(result.tokens, 0), result.counts)
+        committed = self._scheduler.commit(sampled)
         if self._alone and self._alone[0] in committed.handles:
             self._scheduler.release(self._alone.popleft())
-        results = self._results(plan, result, self._without_broken(committed, result))
+        committed = self._without_broken(committed, result)
+        if self._proposer is not None:
+            self._draft(self._proposer, committed)
+        results = self._results(plan, result, committed)
         if self._scheduler.limits.stages > 1:
-            self._sampled.append((plan, result.tokens))
+            self._sampled.append(_sampled_tokens(plan, result))
             # Now, as the first stage has nothing to do while the outputs are delivered.
             self._start_steps()
         return self._deliver(results)
+
+    def _draft(self, proposer: Proposer, committed: Committed) -> None:
+        """Give the rows that got tokens and go on drafts for their next step."""
+        last = np.flatnonzero(
+            np.append(committed.rows[1:] != committed.rows[:-1], True)[: committed.rows.size]
+        )
+        going_on = last[committed.finished[last] == Finish.NO]
+        if going_on.size:
+            rows = committed.rows[going_on].astype(np.intp)
+            drafts = proposer.propose(rows, self._scheduler.tokens, self._scheduler.num_tokens)
+            self._scheduler.draft(drafts.rows, drafts.tokens)
 
     def _ended(self, step: _StepUnderWay) -> _StepUnderWay:
         """Take the oldest step out of those under way."""
@@ -432,6 +466,9 @@ class EngineCore:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             ran_tokens=counters.ran_tokens,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=counters.num_accepted_tokens,
             step_buckets=counters.step_buckets.copy(),
         )
 
@@ -480,6 +517,8 @@ class EngineCore:
     def _step_input(self, plan: StepPlan) -> StepInput:
         for admitted in plan.admitted:
             self._handle_of_row[admitted.row] = admitted.handle
+            if self._proposer is not None:
+                self._proposer.begin(admitted.row)
             if self._runs_first(admitted):
                 self._counters.prompt_tokens += admitted.num_prompt
         return StepInput(
@@ -499,10 +538,7 @@ class EngineCore:
         sampled, self._sampled = self._sampled, []
         if not sampled:
             return None
-        columns = [
-            (plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples], ids) for plan, ids in sampled
-        ]
-        return SampledTokens(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
+        return SampledTokens(*(np.concatenate(parts) for parts in zip(*sampled, strict=True)))
 
     def _results(self, plan: StepPlan, result: StepOutput, committed: Committed) -> _StepResults:
         self._counters.ran_tokens += plan.num_tokens
@@ -534,7 +570,25 @@ class EngineCore:
                 prompt_logprobs.append((handle, entry))
         for handle in committed.handles[committed.finished > 0].tolist():
             del self._unfinished[handle]
-        return _StepResults(committed, scheduled, logprobs, prompt_logprobs, pooled)
+        drafted = self._count_drafts(plan, result, committed)
+        return _StepResults(committed, scheduled, logprobs, prompt_logprobs, pooled, drafted)
+
+    def _count_drafts(
+        self, plan: StepPlan, result: StepOutput, committed: Committed
+    ) -> dict[int, tuple[int, int]]:
+        """Count a step's drafts; return those of each request and how many became its tokens, by handle."""
+        if result.counts is None:
+            return {}
+        given = plan.num_drafts[plan.samples]
+        # Drafts behind a request's end are no tokens of it.
+        owners = np.repeat(np.arange(given.size), result.counts)[committed.index]
+        accepted = np.minimum(np.bincount(owners, minlength=given.size), result.counts - 1)
+        drafted = np.flatnonzero(given)
+        self._counters.num_drafts += drafted.size
+        self._counters.num_draft_tokens += int(given.sum())
+        self._counters.num_accepted_tokens += int(accepted.sum())
+        handles = self._handle_of_row[plan.rows[plan.samples][drafted]].tolist()
+        return dict(zip(handles, zip(given[drafted].tolist(), accepted[drafted].tolist()), strict=True))
 
     def _by_handle(self, pooled: PooledRows) -> PooledRows:
         """Return parts of vectors by handle, without those of requests that have been aborted."""
@@ -568,7 +622,24 @@ def _outputs_for(client: int, results: _StepResults) -> Outputs:
         logprobs=_for_client(results.logprobs, client),
         prompt_logprobs=_for_client(results.prompt_logprobs, client),
         pooled=None if results.pooled is None else _pooled_for(results.pooled, client),
+        drafted={
+            handle & NUMBER_MASK: counts
+            for handle, counts in results.drafted.items()
+            if handle >> NUMBER_BITS == client
+        },
     )
+
+
+def _sampled_tokens(plan: StepPlan, result: StepOutput) -> SampledTokens:
+    """Return what a step has sampled, with rows and positions."""
+    rows = plan.rows[plan.samples]
+    positions = (plan.starts + plan.counts - plan.num_drafts)[plan.samples]
+    if result.counts is not None:
+        before = np.cumsum(result.counts) - result.counts
+        offsets = np.arange(len(result.tokens)) - np.repeat(before, result.counts)
+        rows = np.repeat(rows, result.counts)
+        positions = (np.repeat(positions, result.counts) + offsets).astype(np.int32)
+    return SampledTokens(rows, positions, result.tokens)
 
 
 def _pooled_for(pooled: PooledRows, client: int) -> PooledRows | None:

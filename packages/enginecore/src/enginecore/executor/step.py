@@ -48,7 +48,8 @@ class StepOutput(NamedTuple):
 
     step: int
     tokens: NDArray[np.int32]
-    """[k]: ids, or NOT_FINITE; 0 for rows that are pooled."""
+    """[k]: ids, or NOT_FINITE; several of a row one after another where drafts were accepted; 0 for rows that
+    are pooled."""
     logprobs: dict[int, PositionLogprobs]
     """By index into `tokens`, one position each, for rows that asked."""
     prompt_logprobs: dict[int, PositionLogprobs]
@@ -59,6 +60,8 @@ class StepOutput(NamedTuple):
     """By row."""
     errors: Mapping[int, str] = {}
     """By index into `tokens`, why logits processors left nothing to choose from; of rows that have some."""
+    counts: NDArray[np.int32] | None = None
+    """Tokens of each sampling row, of a step with drafts; None for one each."""
 
 
 def empty_step(unfinished: bool | None) -> StepInput:

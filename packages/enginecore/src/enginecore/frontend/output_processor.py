@@ -350,6 +350,11 @@ class OutputProcessor:
             if sample.index == 0:
                 sample.request.num_cached_tokens = num_cached
                 sample.request.metrics.time_in_queue = waited
+        for number, (drafted, accepted) in outputs.drafted.items():
+            sample = self._samples.get(number)
+            if sample is not None:
+                sample.request.metrics.num_draft_tokens += drafted
+                sample.request.metrics.num_accepted_tokens += accepted
         for number, entry in outputs.prompt_logprobs:
             self._add_prompt_logprobs(number, entry)
         if outputs.pooled is not None:

@@ -94,7 +94,7 @@ class Worker:
         progress("weights loaded")
         comms.world.barrier()  # so that what others still load does not count as free
         if not on_cpu:
-            limits = _step_limits(config, part.max_positions)
+            limits = _step_limits(config, part.max_positions, self.device)
             needed = self._measured_bytes(config, part.layout, limits)
             size = sizing.agree(cuda_bytes(config, self.device, needed))
         self.limits = _engine_limits(config, part.spec, size, self.device, self.dtype)
@@ -113,7 +113,8 @@ class Worker:
         cache = allocate(layout, size.num_blocks, self.device)
         program = None
         if not config.enforce_eager:
-            program = layer_program(self._model, cache, self.dtype, _step_limits(config, size.max_model_len))
+            limits = _step_limits(config, size.max_model_len, self.device)
+            program = layer_program(self._model, cache, self.dtype, limits)
         return Runner(
             self._model,
             cache,
@@ -250,8 +251,9 @@ def _engine_limits(
     )
 
 
-def _step_limits(config: EngineConfig, max_length: int) -> StepLimits:
-    return StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_length)
+def _step_limits(config: EngineConfig, max_length: int, device: torch.device) -> StepLimits:
+    # A draft is a sequence of its own.
+    return StepLimits(config.max_num_batched_tokens, config.max_sampled(device.type), max_length)
 
 
 def _expert_parallel(config: EngineConfig, spec: DecoderSpec, comms: Communicators) -> dict[str, Any]:
@@ -346,7 +348,7 @@ def _peak_bytes(model: Decoder, config: EngineConfig, cache: torch.Tensor, dtype
     hidden = model(inputs, zeros, cache, batch)
     if model.last:
         # As many rows as are sampled, or as a piece of a prompt's log probabilities has.
-        rows = min(count, config.max_num_seqs)
+        rows = min(count, config.max_sampled(device.type))
         sample_with_everything(model.logits(hidden[:rows]), config.max_logprobs)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)

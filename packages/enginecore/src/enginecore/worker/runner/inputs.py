@@ -40,6 +40,7 @@ def build_inputs(
 ) -> ModelInputs:
     """Return the inputs for running `counts` tokens of each of `rows` from position `starts` on.
 
+    A row may stand there several times, with positions that follow one another; see `runner.drafts`.
     `tokens` is int32 [max_rows, max_len] and `block_tables` int32 [max_rows, max_blocks], both on the
     model's device; `host_tokens` is the same memory where that is a CPU, and `host_tables` holds the same
     block tables. Nothing is read back from the device.
@@ -90,8 +91,9 @@ def _table(tables: Tensor, rows: np.ndarray, device_rows: Tensor, width: int) ->
 def _shared_prefix(
     rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, block_size: int
 ) -> int:
-    # Nearly always the first blocks differ, and the tables need not be gathered.
-    if len(rows) < 2 or (tables[rows, 0] != tables[rows[0], 0]).any():
+    # Nearly always the first blocks differ, and the tables need not be gathered. A row alone shares nothing
+    # with its drafts, as reading keys for several sequences at once adds up in another order.
+    if len(rows) < 2 or (tables[rows, 0] != tables[rows[0], 0]).any() or (rows == rows[0]).all():
         return 0
     most = int((lengths - counts).min()) // block_size
     return find_shared_prefix(counts, lengths, tables[rows, :most], block_size)

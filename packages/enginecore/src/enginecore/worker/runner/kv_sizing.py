@@ -119,7 +119,7 @@ class HostMemory(NamedTuple):
     free: int
     weights: int
     step: int
-    """Activations of the largest step, and the logits of all rows."""
+    """Activations of the largest step, and the logits of all rows and drafts."""
 
     def __str__(self) -> str:
         parts = (self.weights, "weights"), (self.step, "activations and logits of the largest step")
@@ -131,7 +131,7 @@ def host_memory(
     model: Decoder, config: EngineConfig, dtype: torch.dtype, weights: int, ranks: int
 ) -> HostMemory:
     """Return the memory of one of a host's `ranks` workers, which has yet to load `weights` bytes."""
-    rows = config.max_num_seqs if model.last else 0
+    rows = config.max_sampled("cpu") if model.last else 0
     # Kernels that sample work in float32.
     logits = rows * model.spec.vocab_size * (dtype.itemsize + 4)
     step = config.max_num_batched_tokens * model.step_width * dtype.itemsize + logits

@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchsched import StepPlan
 from collectives import Communicator
 from enginecore.executor.step import NOT_FINITE, StepInput, StepOutput
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.runner.buffers import InputBuffers
+from enginecore.worker.runner.drafts import accept, draft_tokens, spread_drafts
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
 from enginecore.worker.runner.pooling import PendingPooled, PoolingColumn
 from enginecore.worker.sampling.logprobs import LogprobColumns, merged
@@ -50,6 +52,7 @@ class PendingOutput:
         self._unfinished: Tensor | None = None
         self._pooled: PendingPooled | None = None
         self._num_results = len(places)
+        self._drafted: StepPlan | None = None
 
     def add_pooled(self, pooled: PendingPooled | None, num_results: int) -> None:
         """Have `result` give parts of vectors too, and 0 for those of its `num_results` tokens that no row
@@ -63,6 +66,10 @@ class PendingOutput:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
+    def add_drafts(self, plan: StepPlan) -> None:
+        """Have `result` leave out what was sampled behind rejected drafts of `plan`."""
+        self._drafted = plan
+
     def result(self) -> StepOutput:
         """Return what the step sampled."""
         if self._copied is not None:
@@ -72,16 +79,17 @@ class PendingOutput:
         tokens[self._places] = sampled
         unfinished = None if self._unfinished is None else bool(self._unfinished)
         logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
-        errors = {}
-        if self._errors:
-            errors = {
-                int(self._places[index]): error
-                for index, error in self._errors.items()
-                if sampled[index] == NOT_FINITE
-            }
+        errors = {int(self._places[index]): error for index, error in self._errors.items()}
+        counts = None
+        if self._drafted is not None and tokens.size:
+            kept, counts = accept(self._drafted, tokens)
+            tokens, place = tokens[kept], np.cumsum(kept) - 1
+            logprobs = {int(place[index]): entry for index, entry in logprobs.items() if kept[index]}
+            errors = {int(place[index]): error for index, error in errors.items() if kept[index]}
+        errors = {index: error for index, error in errors.items() if tokens[index] == NOT_FINITE}
         pooled = None if self._pooled is None else self._pooled.result()
         prompt_logprobs = merged(self._prompt_logprobs)
-        return StepOutput(self._step, tokens, logprobs, prompt_logprobs, unfinished, pooled, errors)
+        return StepOutput(self._step, tokens, logprobs, prompt_logprobs, unfinished, pooled, errors, counts)
 
 
 class Runner:
@@ -133,7 +141,10 @@ class Runner:
     def run(self, step: StepInput) -> PendingOutput:
         """Start a step; its results are those of the plan's sampling rows, in the plan's order."""
         self._apply(step)
-        if len(step.plan.rows):
+        if step.plan.drafts.size:
+            output = self._run_rows(step._replace(plan=spread_drafts(step.plan)))
+            output.add_drafts(step.plan)
+        elif len(step.plan.rows):
             output = self._run_rows(step)
         else:
             self._model.run_without_tokens()
@@ -184,6 +195,8 @@ class Runner:
             self._buffers.fill(admitted)
             self._sampling.set(admitted.row, admitted.num_prompt, sampling)
             self._pooling.set(admitted.row, sampling.pooling)
+        if step.plan.drafts.size:
+            self._buffers.append_from_host(draft_tokens(step.plan))
         self._buffers.change_tables(step.changes)
 
     def _rotation_lengths(self, step: StepInput, inputs: ModelInputs) -> Tensor | None:
@@ -239,6 +252,7 @@ class Runner:
         else:
             sampled = Sampled(torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device), [])
         tokens = self._tp.broadcast(sampled.tokens)
+        # Behind a rejected draft stands what nobody reads before the row's next steps have written there.
         self._buffers.append(batch.device_rows, batch.device_lengths, tokens)
         return PendingOutput(plan.step, tokens, places, sampled.logprobs, prompt_logprobs, sampled.errors)
 
