@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from enginecore.pooling_params import PoolingParams
     from enginecore.sampling_params import RequestOutputKind, SamplingParams
+    from enginecore.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ _HOMES = {
     "RequestStream": "frontend.stream",
     "SamplingParams": "sampling_params",
     "ScoringRequestOutput": "outputs",
+    "StructuredOutputsParams": "structured_outputs",
     "make_engine": "engine",
 }
 
@@ -81,6 +83,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "make_engine",
 ]
 

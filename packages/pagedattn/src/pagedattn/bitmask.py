@@ -19,9 +19,9 @@ def apply_token_bitmask(
     """Set to -inf the logits of tokens whose bit is 0, in place.
 
     - `logits [n, vocab]` float32, float16 or bfloat16, each row contiguous;
-    - `bitmask` int32 `[m, ceil(vocab / 32)]` on the same device; bits beyond the vocabulary count for nothing;
-    - `rows` int64 `[m]` on the same device: the row of logits of each mask, no row twice; None where mask i is
-      row i's, and then m is n.
+    - `bitmask` int32 `[m, ceil(vocab / 32)]` on the same device; bits beyond the vocabulary are ignored;
+    - `rows` int64 `[m]` on the same device: the row of each mask, no row twice; None where mask i is row i's,
+      and then m is n.
 
     Rows that no mask names stay as they are, and cost nothing. On a device nothing waits for `rows`, so their
     values are not checked there; on a CPU one outside of `logits` raises IndexError. Raises ValueError when

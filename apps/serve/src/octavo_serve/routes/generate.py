@@ -1,5 +1,6 @@
 """POST /v1/completions and /v1/chat/completions."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ from octavo_serve.state import ServerState
 
 _EACH_WORD = 256
 """Characters of a long text that take as long to tokenise as a word that is by itself."""
+
+
+class _Prepared(NamedTuple):
+    """What takes time to make of sampling parameters, by its names in `Request`."""
+
+    bad_word_ids: list[list[int]] | None
+    grammar: str | None
 
 
 class Events(Protocol):
@@ -94,7 +102,7 @@ async def create_completion(http: HttpRequest) -> Response:
         server,
         head,
         body,
-        _requests(server, head, body, prompts, each, await _bad_words(server, params)),
+        _requests(server, head, body, prompts, each, await _prepared(server, body, params)),
         lambda: CompletionChunks(head, body, prompts, vocabulary),
         lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
         _record(http, head, body, prompts),
@@ -169,8 +177,8 @@ async def prepare_chat(http: HttpRequest, fields: dict[str, Any], size: int, pre
         )
     params = openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len)
     head = openai.Head(answer_id(http, prefix), int(time.time()), name)
-    bad_words = await _bad_words(server, params)
-    (request,) = _requests(server, head, body, [prompt], [params], bad_words, parsers.special_tokens)
+    prepared = await _prepared(server, body, params)
+    (request,) = _requests(server, head, body, [prompt], [params], prepared, parsers.special_tokens)
     record = _record(http, head, body, [prompt])
     return Chat(server, head, body, prompt, parsers, request, record, key_name(http.scope))
 
@@ -193,13 +201,18 @@ def _requests(
     body: openai.Body,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
-    bad_words: list[list[int]] | None,
+    prepared: _Prepared,
     shown_tokens: Sequence[str] = (),
 ) -> list[Request]:
     # Numbered, since two clients may choose the same id.
     return [
         Request(
-            f"{head.id}-{next(server.numbers)}", prompt, wanted, body.priority or 0, bad_words, shown_tokens
+            f"{head.id}-{next(server.numbers)}",
+            prompt,
+            wanted,
+            body.priority or 0,
+            shown_tokens=shown_tokens,
+            **prepared._asdict(),
         )
         for prompt, wanted in zip(prompts, params, strict=True)
     ]
@@ -213,11 +226,15 @@ def _record(
     return record
 
 
-async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[int]] | None:
-    """Return the tokens of the bad words, each of which is tokenised by itself."""
-    words = params.bad_words
+async def _prepared(server: ServerState, body: openai.Body, params: SamplingParams) -> _Prepared:
+    """Tokenise the bad words, each by itself, and compile the grammar, in a thread."""
+    words, grammar = params.bad_words, None
     cost = sum(len(word) + _EACH_WORD for word in words)
-    return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
+    ids = await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
+    if params.structured_outputs is not None:
+        with openai.blaming(body):
+            grammar = await asyncio.to_thread(server.frontend.grammar, params)
+    return _Prepared(ids, grammar)
 
 
 async def _whole_answer(job: Job) -> bytes:

@@ -55,6 +55,10 @@ from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
 
+_NO_TOKEN = (
+    "no token could be chosen: the grammar is too ambiguous to be followed, or it and allowed_token_ids or "
+    "bad_words leave none; or the model's logits are NaN or infinite"
+)
 _NO_LOGITS = "the model's logits are NaN or infinite: its weights are damaged, or too large for its dtype"
 
 _Logprobs = list[tuple[int, PositionLogprobs]]
@@ -216,7 +220,8 @@ class EngineCore:
                     generated=message.generated,
                     max_tokens=self._most_tokens(message),
                     stop_ids=tuple(sampling.stop_ids),
-                    min_tokens=sampling.params.min_tokens,
+                    # A grammar's end beats the minimum length: the worker says where a stop id may come.
+                    min_tokens=sampling.params.min_tokens if sampling.guide is None else 0,
                     priority=message.priority,
                     extra=salt,
                     arrival=time.monotonic() - message.age,
@@ -335,11 +340,11 @@ class EngineCore:
         ends = committed.finished[broken] > 0
         for handle, ended in zip(committed.handles[broken].tolist(), ends.tolist(), strict=True):
             client, number = handle >> NUMBER_BITS, handle & NUMBER_MASK
-            self._refused.setdefault(client, {})[number] = _NO_LOGITS
-            del self._unfinished[handle]
+            reason = _NO_LOGITS if self._unfinished.pop(handle).sampling.guide is None else _NO_TOKEN
+            self._refused.setdefault(client, {})[number] = reason
+            logger.error("request %d ended: %s", number, reason)
             if not ended:
                 self._scheduler.abort(handle)
-        logger.error("%d requests ended: %s", int(broken.sum()), _NO_LOGITS)
         return Committed(*(column[~broken] for column in committed))
 
     def fail(self, cause: BaseException) -> NoReturn:

@@ -32,7 +32,7 @@ def bitmask_kernel(
     inside = token < vocab
     bits = tl.load(bitmask + number * words + token // 32, mask=inside, other=-1)
     banned = ((bits >> (token % 32)) & 1) == 0
-    nothing = tl.full([TILE], -float("inf"), logits.dtype.element_ty)
+    nothing = tl.full([TILE], -float("inf"), tl.float32)
     tl.store(logits + row * stride + token, nothing, mask=inside & banned)
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
+from enginecore.frontend.openai.structured import guide_field, structured_outputs
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CHOICES = 4096
@@ -107,10 +108,13 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
 
 @contextmanager
 def blaming(body: Body) -> Generator[None]:
-    """Let a RequestError name the field of `body` that a chat has in place of the one it names."""
+    """Let a RequestError name the field that `body` has in place of the one it names."""
     try:
         yield
     except RequestError as error:
+        if error.param == "structured_outputs":
+            named = guide_field(body) or error.param
+            raise RequestError(str(error).replace(error.param, named, 1), named, error.code) from error
         if not isinstance(body, ChatBody):
             raise
         if error.param == "prompt":
@@ -149,6 +153,7 @@ def check_choices(prompts: int, samples: int) -> None:
 
 def _sampling_fields(body: Body) -> dict[str, Any]:
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    fields["structured_outputs"] = structured_outputs(body)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return {name: value for name, value in fields.items() if value is not None} | {"output_kind": kind}
 

@@ -12,12 +12,6 @@ MAX_N = 128
 """Most samples of one prompt, as in OpenAI's API."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
@@ -36,7 +30,6 @@ _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
 }
 
 _REASONS = {
-    "response_format": 'response_format: only {"type": "text"} is supported by this version',
     "functions": "functions is not supported: it was replaced by tools",
     "function_call": "function_call is not supported: it was replaced by tool_choice",
     "chat_template": "a request may not bring its own chat_template",

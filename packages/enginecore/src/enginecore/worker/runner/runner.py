@@ -1,5 +1,7 @@
 """The runner: applies a step's deltas to its rows, runs the model over the batch, samples."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.runner.buffers import InputBuffers
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
 from enginecore.worker.runner.pooling import PendingPooled, PoolingColumn
+from enginecore.worker.sampling.guides import Guides, TokenMasks
 from enginecore.worker.sampling.logprobs import LogprobColumns, merged
 from enginecore.worker.sampling.sampler import SamplingRows, sample
 from enginecore.worker.sampling.state import SamplingState
@@ -94,10 +97,12 @@ class Runner:
         max_rows: int,
         max_len: int,
         program: Program | None = None,
+        guides: Guides | None = None,
     ) -> None:
         """`cache` and `host_cache` are of one shape but for their blocks, dimension 1.
 
         `dtype` is that of hidden states. `program` runs this stage's layers in the place of the modules.
+        `guides` are those of rows with a grammar, on the rank that samples.
         """
         self._model = model
         self._program = program
@@ -112,6 +117,7 @@ class Runner:
         self._buffers = InputBuffers(max_rows, max_len, -(-max_len // self._block_size), cache.device)
         self._sampling = SamplingState(max_rows)
         self._pooling = PoolingColumn(max_rows)
+        self._guides = guides
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> PendingOutput:
@@ -139,18 +145,21 @@ class Runner:
             host_tables=self._buffers.host_tables,
             block_size=self._block_size,
         )
+        # In the batch's order: whether a sequence samples. One that is pooled does not.
+        samples = step.plan.samples[inputs.order]
+        if self._pooling.num_rows:
+            samples &= ~self._pooling.has(step.plan.rows[inputs.order])
+        # Made while the model runs.
+        masks = None if self._guides is None else self._start_masks(self._guides, step, inputs, samples)
         hidden = self._hidden(inputs, self._rotation_lengths(step, inputs))
         if not self._model.last:
             self._pp.send(hidden, self._pp.rank + 1)
             return _nothing(step)
         prompt_logprobs = self._prompt_logprobs(step, inputs, hidden)
-        # In the batch's order.
-        samples = step.plan.samples[inputs.order]
         if not self._pooling.num_rows:
-            return self._sample(step, inputs, hidden, samples, prompt_logprobs)
+            return self._sample(step, inputs, hidden, samples, prompt_logprobs, masks)
         pooled = self._pooling.pool(step.plan, inputs, hidden) if self._tp.rank == 0 else None
-        samples &= ~self._pooling.has(step.plan.rows[inputs.order])
-        output = self._sample(step, inputs, hidden, samples, prompt_logprobs)
+        output = self._sample(step, inputs, hidden, samples, prompt_logprobs, masks)
         output.add_pooled(pooled, int(step.plan.samples.sum()))
         return output
 
@@ -164,11 +173,22 @@ class Runner:
         self._sampling.free(freed)
         if self._pooling.num_rows:
             self._pooling.free(freed)
+        if self._guides is not None:
+            self._guides.free(freed)
         for admitted, sampling in zip(step.plan.admitted, step.sampling, strict=True):
             self._buffers.fill(admitted)
             self._sampling.set(admitted.row, admitted.num_prompt, sampling)
             self._pooling.set(admitted.row, sampling.pooling)
+            if self._guides is not None:
+                self._guides.set(admitted.row, admitted.num_prompt, sampling)
         self._buffers.change_tables(step.changes)
+
+    def _start_masks(
+        self, guides: Guides, step: StepInput, inputs: ModelInputs, samples: np.ndarray
+    ) -> Future[TokenMasks] | None:
+        """Start making the masks of rows that sample, by `samples` bool[n], and have a grammar."""
+        plan, order = step.plan, inputs.order[samples]
+        return guides.start(plan.rows[order], plan.starts[order] + plan.counts[order], self._buffers.tokens)
 
     def _rotation_lengths(self, step: StepInput, inputs: ModelInputs) -> Tensor | None:
         """Return the sequence length by which each token is rotated, int64 [tokens]; None where no matter.
@@ -207,6 +227,7 @@ class Runner:
         hidden: Tensor,
         samples: np.ndarray,
         prompt_logprobs: list[LogprobColumns],
+        masks: Future[TokenMasks] | None,
     ) -> PendingOutput:
         """Sample for those sequences of the batch that `samples` bool[n] says."""
         plan = step.plan
@@ -219,7 +240,8 @@ class Runner:
         batch, hidden = self._sampling_rows(step, inputs, hidden, samples)
         logits = self._model.logits(hidden)
         if self._tp.rank == 0:
-            tokens, logprobs = sample(logits, batch, self._buffers.tokens, self._sampling)
+            made = None if masks is None else masks.result().to(logits.device)
+            tokens, logprobs = sample(logits, batch, self._buffers.tokens, self._sampling, made)
         else:
             tokens, logprobs = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device), []
         tokens = self._tp.broadcast(tokens)
