@@ -79,7 +79,9 @@ def test_interpreted_ops_agree_with_their_definitions():
     reports = run("interpret_ops.py", TRITON_INTERPRET="1")
     assert len(reports) == 48
     assert {name: value for name, value in reports.items() if value > 1} == {}
-    assert all(value == 0 for name, value in reports.items() if name.startswith(("sampling", "copies", "bitmask")))
+    assert all(
+        value == 0 for name, value in reports.items() if name.startswith(("sampling", "copies", "bitmask"))
+    )
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
