@@ -13,3 +13,6 @@ MOONCAKE_CONVERSATION = DATA / "traces" / "mooncake_conversation.jsonl"
 
 TLS = DATA / "tls"
 """A certificate for localhost and its key."""
+
+JSON_SCHEMA_SUITE = DATA / "json-schema-suite" / "draft2020-12.json"
+"""Schemas of JSON-Schema-Test-Suite by file, with values and whether each is valid."""

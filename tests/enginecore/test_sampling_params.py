@@ -36,7 +36,7 @@ from enginecore.sampling_params import SamplingParams
         ({"logit_bias": {"\u0666\u0665": 1}}, "logit_bias keys must be token ids"),
         ({"logit_bias": {"-1": 1}}, "logit_bias key must be at least 0"),
         ({"logit_bias": {"1": float("nan")}}, "must be a number"),
-        ({"structured_outputs": {}}, "structured_outputs is not supported"),
+        ({"structured_outputs": {}}, "structured_outputs: exactly one of"),
         ({"stop": ["a"] * 257}, "stop may hold at most 256 strings, got 257"),
         ({"stop": ["a", "\ud800"]}, "^stop holds '.ud800': half a surrogate pair is no character"),
         ({"bad_words": ["\udfff"]}, "^bad_words holds '.udfff': half a surrogate pair"),

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchsched import AdmittedRow, StepPlan
 from collectives import LocalCommunicator
 from enginecore.executor.step import StepInput
+from enginecore.grammars import Grammars
 from enginecore.logits_processors import LogitsProcessor
-from enginecore.messages import RowSampling
+from enginecore.messages import Guide, RowSampling
 from enginecore.sampling_params import SamplingParams
 from enginecore.worker.runner.runner import Runner
 from enginecore.worker.sampling import logprobs
+from enginecore.worker.sampling.guides import Guides
 from enginecore.worker.sampling.processors import Registered
 from enginecore.worker.sampling.sampler import SamplingRows, sample, sample_with_everything
 from enginecore.worker.sampling.state import SamplingState
@@ -101,7 +103,7 @@ class Results(TorchDispatchMode):
         return made
 
 
-def make_runner(rows, dtype, processors=()):
+def make_runner(rows, dtype, processors=(), guides=None):
     comm = LocalCommunicator()
     cache = allocate(KVLayout(1, 1, 8, BLOCK, torch.float32), 4, "cpu")
     return Runner(
@@ -115,16 +117,21 @@ def make_runner(rows, dtype, processors=()):
         max_rows=rows,
         max_len=PROMPT + 10,
         processors=processors,
+        guides=guides,
     )
 
 
-def admitting(rows, settings, bad_words):
+def admitting(rows, settings, bad_words, guided=0):
     """The step in which all rows run their prompts."""
     every = np.arange(rows, dtype=np.int32)
     zeros, counts = np.zeros(rows, np.int32), np.full(rows, PROMPT, np.int32)
     admitted = [AdmittedRow(row, row, ids(1, 2, 3), PROMPT, 0, False, 0.0) for row in range(rows)]
     plan = StepPlan(1, every, zeros, counts, zeros == 0, admitted, ids(), ids(), ids())
-    sampling = [RowSampling(SamplingParams(**settings), [0], bad_words, row) for row in range(rows)]
+    guides = [Guide("start: /[a-z]+/", True) if row < guided else None for row in range(rows)]
+    params = SamplingParams(**settings)
+    sampling = [
+        RowSampling(params, [0], bad_words, row, guide=guide) for row, guide in zip(range(rows), guides)
+    ]
     where = (every.repeat(4), np.tile(ids(0, 1, 2, 3), rows), np.arange(4 * rows, dtype=np.int32))
     return StepInput(plan, sampling, TableChanges(*where), NO_COPIES)
 
@@ -184,6 +191,28 @@ def test_a_step_costs_as_many_operations_whatever_the_rows(settings, bad_words, 
     assert many == two
     assert many.operations <= operations
     assert many.calls <= calls
+
+
+def count_guided(rows, guided, settings, byte_tokenizer):
+    """Operations of a decode step of which the first `guided` rows follow a grammar, started and drawn."""
+    guides = Guides(rows, lambda: Grammars(byte_tokenizer, VOCAB, [257]), threads=1)
+    runner = make_runner(rows, torch.bfloat16, guides)
+    runner.run(admitting(rows, settings, [], guided))
+    runner.run(decoding(rows, 2)).result()
+    with Operations() as operations:
+        runner.run(decoding(rows, 3))
+    return operations.count
+
+
+@pytest.mark.parametrize("settings", [GREEDY, PLAIN], ids=["greedy", "plain"])
+def test_grammars_cost_a_step_as_many_operations_whatever_the_rows(settings, byte_tokenizer):
+    """Where no row has one they cost none, and else the mask, its way to the device, and its rows."""
+    none = count_guided(2, 0, settings, byte_tokenizer)
+    assert none == count_guided(MOST_ROWS, 0, settings, byte_tokenizer)
+    assert none == count_step(2, settings).operations
+    some = count_guided(2, 1, settings, byte_tokenizer)
+    assert some == count_guided(MOST_ROWS, 40, settings, byte_tokenizer) <= none + 7
+    assert count_guided(MOST_ROWS, MOST_ROWS, settings, byte_tokenizer) <= some
 
 
 def test_log_probabilities_cost_as_many_operations_whatever_the_rows():

@@ -10,6 +10,7 @@ import torch
 from compile_kernels import describe, use_device
 
 from pagedattn import triton_backend
+from pagedattn.triton_backend.bitmask import bitmask_kernel
 from pagedattn.triton_backend.copies import copy_blocks_kernel
 from pagedattn.triton_backend.gated import gated_kernel
 from pagedattn.triton_backend.grouped import grouped_matmul_kernel
@@ -46,6 +47,12 @@ def launch_sampling(vocab, dtype):
         *(torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2), torch.zeros(2)),
         *torch.zeros(2, 2, dtype=torch.int64),
     )
+
+
+def launch_bitmask(vocab, dtype, *, listed):
+    rows = torch.tensor([1]) if listed else None
+    mask = torch.zeros(1 if listed else 2, -(-vocab // 32), dtype=torch.int32)
+    triton_backend.apply_token_bitmask(torch.zeros(2, vocab, dtype=dtype), mask, rows)
 
 
 # name: (kernel, launch, arguments, keywords)
@@ -95,6 +102,8 @@ CASES = {
     "copies fp8": (copy_blocks_kernel, launch_copies, (torch.float8_e4m3fn,), {}),
     "sampling fp32": (sample_kernel, launch_sampling, (50257, SINGLE), {}),
     "sampling bf16": (sample_kernel, launch_sampling, (151936, BFLOAT), {}),
+    "bitmask fp32": (bitmask_kernel, launch_bitmask, (50257, SINGLE), {"listed": True}),
+    "bitmask bf16, every row": (bitmask_kernel, launch_bitmask, (151936, BFLOAT), {"listed": False}),
     "sampling of few": (sample_kernel, launch_sampling, (100, SINGLE), {}),
 }
 

@@ -16,6 +16,7 @@ from sampling_reference import draw
 
 from pagedattn import (
     NOT_FINITE,
+    apply_token_bitmask,
     copy_blocks,
     gelu_and_mul,
     grouped_linear,
@@ -188,6 +189,18 @@ def run_sampling_of_no_numbers():
     return wrong / 25
 
 
+def run_bitmask(vocab, dtype, rows=None):
+    """The share of logits that differ from those of the torch back end."""
+    logits = random(5, vocab).to(dtype)
+    expected = logits.clone()
+    count = 5 if rows is None else len(rows)
+    words = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), dtype=torch.int64).to(torch.int32)
+    listed = None if rows is None else torch.tensor(rows)
+    apply_token_bitmask(expected, words, listed, backend="torch")
+    apply_token_bitmask(logits, words, listed, backend="triton")
+    return (logits != expected).double().mean().item()
+
+
 def sigmoid(gate):
     return 1 / (1 + math.exp(-gate))
 
@@ -269,6 +282,9 @@ def main():
         "sampling of low logits": run_sampling(200, MIXED, logits=random(24, 200) * 1e30 - 3e38),
         "sampling of ties": run_sampling(400, [{"temperature": 1.0, "top_k": 2}], logits=TIED),
         "sampling of no numbers": run_sampling_of_no_numbers(),
+        "bitmask": run_bitmask(5000, SINGLE, [4, 0, 2]),
+        "bitmask fp16": run_bitmask(33, HALF),
+        "bitmask bf16": run_bitmask(1, BFLOAT, [3]),
     }
     json.dump(reports, sys.stdout)
 

@@ -69,6 +69,7 @@ class ScriptedFrontend:
         self.eos_ids = [257]
         self.detokenized_in: threading.Thread | None = None
         self.tokenized_in: threading.Thread | None = None
+        self.compiled_in: threading.Thread | None = None
 
     def require_tokenizer(self) -> ByteTokenizer:
         return self.tokenizer
@@ -80,6 +81,15 @@ class ScriptedFrontend:
     def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         self.tokenized_in = threading.current_thread()
         return [self.tokenizer.encode(word, add_special_tokens=False) for word in params.bad_words]
+
+    def grammar(self, params: SamplingParams) -> str:
+        """A grammar that names what was asked for; the regex "(" does not compile."""
+        self.compiled_in = threading.current_thread()
+        wanted = params.structured_outputs
+        assert wanted is not None
+        if wanted.regex == "(":
+            raise RequestError("structured_outputs: regex: unclosed group", "structured_outputs")
+        return f"{wanted.kind}: {getattr(wanted, wanted.kind)}"
 
     def prepare_prompt(
         self,

@@ -13,6 +13,7 @@ from gpu_check.case import FP8, compare
 from pagedattn import (
     KVLayout,
     allocate,
+    apply_token_bitmask,
     copy_blocks,
     gelu_and_mul,
     grouped_matmul,
@@ -86,7 +87,21 @@ def check_sampling(interpret: bool) -> dict[str, Any]:
     broken = torch.full((7, 300), -torch.inf)
     broken[:, 7] = torch.nan
     checks["no numbers"] = _check_draws(broken, device)
+    for dtype in ROUNDING:
+        name = str(dtype).removeprefix("torch.")
+        checks[f"bitmask {name}"] = _check_bitmask(vocabularies[-1], dtype, device)
     return {"checks": checks}
+
+
+def _check_bitmask(vocab: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    logits = torch.randn(9, vocab).to(dtype)
+    words = torch.randint(-(2**31), 2**31, (6, -(-vocab // 32))).to(torch.int32)
+    rows = torch.randperm(9)[:6]
+    masked = logits.to(device, copy=True)
+    apply_token_bitmask(masked, words.to(device), rows.to(device), backend=TRITON)
+    apply_token_bitmask(logits, words, rows, backend="torch")
+    wrong = float((masked.cpu() != logits).double().mean())
+    return {"passed": wrong == 0, "difference": wrong, "tolerance": 0.0}
 
 
 def _check_write(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

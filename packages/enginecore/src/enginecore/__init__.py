@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from enginecore.pooling_params import PoolingParams
     from enginecore.sampling_params import RequestOutputKind, SamplingParams
+    from enginecore.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ _HOMES = {
     "RequestStream": "frontend.stream",
     "SamplingParams": "sampling_params",
     "ScoringRequestOutput": "outputs",
+    "StructuredOutputsParams": "structured_outputs",
     "make_engine": "engine",
 }
 
@@ -95,6 +97,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "make_engine",
 ]
 

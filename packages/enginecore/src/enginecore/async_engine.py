@@ -200,7 +200,11 @@ class AsyncEngine:
         """Yield a request's outputs; leaving the loop early aborts it. Raises as `submit` does."""
         await self.ready()
         _, frontend = self._running()
-        request = Request(request_id, frontend.prepare_prompt(prompt), sampling_params, priority)
+        grammar = None
+        if sampling_params.structured_outputs is not None:
+            grammar = await asyncio.to_thread(frontend.grammar, sampling_params)
+        prepared = frontend.prepare_prompt(prompt)
+        request = Request(request_id, prepared, sampling_params, priority, grammar=grammar)
         async with self.submit([request]) as stream:
             async for _, output in stream:
                 yield output

@@ -21,12 +21,22 @@ FINISH_REASONS: tuple[str | None, ...] = (None, "stop", "length", "abort", "erro
 NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
+class Guide(msgspec.Struct, array_like=True):
+    """A grammar for what is generated, from the prompt's end on."""
+
+    grammar: str
+    """In llguidance's Lark or JSON form."""
+    may_end: bool
+    """Whether a stop id may come wherever the grammar may end, or only where it can do nothing else."""
+
+
 class RowSampling(msgspec.Struct, array_like=True):
     """Sampling parameters of one sample, resolved against the model: what a worker keeps for its row."""
 
     params: SamplingParams
     stop_ids: list[int]
-    """Every token id that ends the request: EOS ids unless ignored, and the caller's own."""
+    """Every token id that ends the request: EOS ids unless ignored, and the caller's own. With a guide
+    there is at least one: EOS ids where there would be none."""
     bad_words: list[list[int]]
     """`params.bad_words` as token ids."""
     seed: int
@@ -34,6 +44,8 @@ class RowSampling(msgspec.Struct, array_like=True):
     """Prompt positions whose log probabilities have been reported already."""
     pooling: Pooling | None = None
     """The request ends with its prompt, whose hidden states are pooled; no token is sampled."""
+    guide: Guide | None = None
+    """`params.structured_outputs` as a grammar; the parameters themselves are left out then."""
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):

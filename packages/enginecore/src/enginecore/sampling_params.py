@@ -10,6 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from enginecore.logits_processors import takes_prompt
+from enginecore.structured_outputs import StructuredOutputsParams
 
 MIN_TEMPERATURE = 0.01
 """Positive temperatures below this are raised to it: dividing logits by less overflows."""
@@ -115,7 +116,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form of the output; a mapping of its fields is taken too."""
     logit_bias: dict[int, float] | None = None
     """At most `MAX_BIASES` ids."""
     allowed_token_ids: list[int] | None = None
@@ -181,6 +183,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         for names, kind in ((_INTEGERS, int), (_NUMBERS, float), (_FLAGS, bool)):
             for name in names:
                 setattr(self, name, _plain(getattr(self, name), kind))
+        if self.structured_outputs is not None:
+            try:
+                self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+            except ValueError as error:
+                raise ValueError(f"structured_outputs: {error}") from error
         if self.top_k == -1:
             self.top_k = 0
         if isinstance(self.temperature, float | int) and 0 < self.temperature < MIN_TEMPERATURE:
@@ -245,8 +252,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
         if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
             raise ValueError("skip_reading_prefix_cache must not be False with prompt_logprobs")
-        if self.structured_outputs is not None:
-            raise ValueError("structured_outputs is not supported by this version")
 
 
 def _list(name: str, value: Any) -> list[Any] | None:

@@ -4,6 +4,7 @@ from pagedattn.activation import activation, gelu_and_mul, silu_and_mul
 from pagedattn.attention import attend, write_kv
 from pagedattn.backends import BackendUnavailable, Groups, Routing, backend_name
 from pagedattn.batch import AttentionBatch, build_batch, find_shared_prefix
+from pagedattn.bitmask import apply_token_bitmask
 from pagedattn.capture import CaptureError, Program, capture, host_call
 from pagedattn.copies import copy_blocks
 from pagedattn.cuda_graphs import estimate_graph_bytes
@@ -32,6 +33,7 @@ __all__ = [
     "Routing",
     "activation",
     "allocate",
+    "apply_token_bitmask",
     "attend",
     "backend_name",
     "build_batch",

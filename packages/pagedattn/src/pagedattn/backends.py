@@ -150,6 +150,10 @@ class Backend(Protocol):
         out: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
+    def apply_token_bitmask(
+        self, logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor | None
+    ) -> None: ...
+
     def top_k_top_p_sample(
         self,
         logits: torch.Tensor,

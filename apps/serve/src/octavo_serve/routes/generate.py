@@ -1,5 +1,6 @@
 """POST /v1/completions and /v1/chat/completions."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,13 @@ from octavo_serve.state import ServerState
 
 _EACH_WORD = 256
 """Characters of a long text that take as long to tokenise as a word that is by itself."""
+
+
+class _Prepared(NamedTuple):
+    """What takes time to make of sampling parameters, by its names in `Request`."""
+
+    bad_word_ids: list[list[int]] | None
+    grammar: str | None
 
 
 class Events(Protocol):
@@ -68,12 +76,12 @@ class Job(NamedTuple):
         """Return the response, streamed if the body asks for that; without `params`, of a beam search."""
         if params is None:
             return JsonAnswer(_beam_answer(self))
-        requests = self._requests(params, await _bad_words(self.server, params))
+        requests = self._requests(params, await _prepared(self.server, self.body, params))
         if self.body.stream:
             return EventStream(lambda response: _events(self, requests, response))
         return JsonAnswer(_whole_answer(self, requests))
 
-    def _requests(self, params: SamplingParams, bad_words: list[list[int]] | None) -> list[Request]:
+    def _requests(self, params: SamplingParams, prepared: _Prepared) -> list[Request]:
         server, body = self.server, self.body
         # Numbered, since two clients may choose the same id.
         return [
@@ -82,8 +90,8 @@ class Job(NamedTuple):
                 prompt,
                 openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len),
                 body.priority or 0,
-                bad_words,
-                self.shown_tokens,
+                shown_tokens=self.shown_tokens,
+                **prepared._asdict(),
             )
             for prompt in self.prompts
         ]
@@ -216,11 +224,15 @@ def _record(
     return record
 
 
-async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[int]] | None:
-    """Return the tokens of the bad words, each of which is tokenised by itself."""
-    words = params.bad_words
+async def _prepared(server: ServerState, body: openai.Body, params: SamplingParams) -> _Prepared:
+    """Tokenise the bad words, each by itself, and compile the grammar, in a thread."""
+    words, grammar = params.bad_words, None
     cost = sum(len(word) + _EACH_WORD for word in words)
-    return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
+    ids = await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
+    if params.structured_outputs is not None:
+        with openai.blaming(body):
+            grammar = await asyncio.to_thread(server.frontend.grammar, params)
+    return _Prepared(ids, grammar)
 
 
 async def _beam_answer(job: Job) -> bytes:

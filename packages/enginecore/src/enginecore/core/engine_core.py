@@ -58,6 +58,10 @@ from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
 
+_NO_TOKEN = (
+    "no token could be chosen: the grammar is too ambiguous to be followed, or it and allowed_token_ids or "
+    "bad_words leave none; or the model's logits are NaN or infinite"
+)
 _NO_LOGITS = "the model's logits are NaN or infinite: its weights are damaged, or too large for its dtype"
 
 _Logprobs = list[tuple[int, PositionLogprobs]]
@@ -234,7 +238,8 @@ class EngineCore:
                     generated=message.generated,
                     max_tokens=self._most_tokens(message),
                     stop_ids=tuple(sampling.stop_ids),
-                    min_tokens=sampling.params.min_tokens,
+                    # A grammar's end beats the minimum length: the worker says where a stop id may come.
+                    min_tokens=sampling.params.min_tokens if sampling.guide is None else 0,
                     priority=message.priority,
                     extra=salt,
                     arrival=time.monotonic() - message.age,
@@ -369,9 +374,9 @@ class EngineCore:
         columns = committed.handles[broken], committed.finished[broken] > 0, committed.index[broken]
         for handle, ended, index in zip(*(column.tolist() for column in columns), strict=True):
             client, number = handle >> NUMBER_BITS, handle & NUMBER_MASK
-            reason = result.errors.get(index, _NO_LOGITS)
+            guided = self._unfinished.pop(handle).sampling.guide is not None
+            reason = result.errors.get(index, _NO_TOKEN if guided else _NO_LOGITS)
             self._refused.setdefault(client, {})[number] = reason
-            del self._unfinished[handle]
             if not ended:
                 self._scheduler.abort(handle)
             logger.error("a request ended: %s", reason)

@@ -16,6 +16,8 @@ import numpy as np
 
 from enginecore.config import POLICIES, EngineConfig
 from enginecore.errors import ConfigError, ContextLengthError, RequestError
+from enginecore.frontend.guides import FIELD as GUIDE_FIELD
+from enginecore.frontend.guides import GuideReader
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
 from enginecore.frontend.parsing import load_parsers
 from enginecore.frontend.pooling import Pooler, PoolingPlan
@@ -34,9 +36,10 @@ from enginecore.frontend.validation import (
     check_salt,
     output_limit,
 )
+from enginecore.grammars import Grammars, all_eos_ids
 from enginecore.logits_processors import check_request, load_classes
-from enginecore.messages import AddRequest, EngineLimits, Outputs, RowSampling
-from enginecore.model_files import ModelFiles, eos_token_ids, sampling_defaults
+from enginecore.messages import AddRequest, EngineLimits, Guide, Outputs, RowSampling
+from enginecore.model_files import ModelFiles, sampling_defaults
 from enginecore.pooling_params import PoolingParams
 from enginecore.sampling_params import SamplingParams
 
@@ -98,10 +101,11 @@ class Frontend:
         self._config = config
         self._processors = load_classes(config.logits_processors, config.plugin_path)
         self._takes_callables = takes_callables
-        self.eos_ids = list(dict.fromkeys(_eos_of(tokenizer) + eos_token_ids(files)))
+        self.eos_ids = all_eos_ids(tokenizer, files)
         """Tokens that end an answer: the tokenizer's EOS, and those of the model's files."""
         self._unseeded = itertools.count(config.seed + (number << _SEED_BITS))
         self._outputs = OutputProcessor(tokenizer, clock)
+        self._guides = None if tokenizer is None else GuideReader(tokenizer, self._load_grammars)
         self._own_template: ChatTemplate | None = None
         if config.chat_template is not None:
             self._own_template = ChatTemplate(read_template(config.chat_template), tokenizer)
@@ -237,6 +241,21 @@ class Frontend:
             return []
         return [ids for word in params.bad_words for ids in bad_word_ids(word, self.tokenizer)]
 
+    def grammar(self, params: SamplingParams) -> str | None:
+        """Return the grammar of `params.structured_outputs`, compiled once to see that it compiles.
+
+        The first one takes up to a second, a large one some tenths. Other threads run meanwhile.
+
+        Raises:
+            RequestError: it does not compile, or there is none for this model.
+        """
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self._guides is None:
+            raise RequestError("structured_outputs needs text, and this model has no tokenizer", GUIDE_FIELD)
+        return self._guides.read(wanted)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens written out. Other threads run meanwhile.
 
@@ -278,9 +297,16 @@ class Frontend:
         bad_words = request.bad_word_ids
         if bad_words is None:
             bad_words = self.bad_word_ids(params)
-        stop_ids = [] if params.ignore_eos else [i for i in self.eos_ids if i < self.limits.vocab_size]
-        stop_ids = list(dict.fromkeys(stop_ids + params.stop_token_ids))
-        check_choice(params, stop_ids, bad_words, self.limits.vocab_size)
+        eos_ids = [i for i in self.eos_ids if i < self.limits.vocab_size]
+        stop_ids = list(dict.fromkeys(([] if params.ignore_eos else eos_ids) + params.stop_token_ids))
+        grammar = request.grammar
+        if params.structured_outputs is not None and grammar is None:
+            grammar = self.grammar(params)
+        check_choice(params, stop_ids if grammar is None else [], bad_words, self.limits.vocab_size)
+        guide = None if grammar is None else Guide(grammar, may_end=bool(stop_ids))
+        if guide is not None:
+            stop_ids = stop_ids or eos_ids
+            params = _beside_a_grammar(params, stop_ids)
         ids = np.array(prompt.token_ids, np.int32)
         messages = [
             AddRequest(
@@ -293,6 +319,7 @@ class Frontend:
                     list(bad_words),
                     self._seed(params, index),
                     pooling=None if request.pooling is None else request.pooling.kind,
+                    guide=guide,
                 ),
                 cache_salt=prompt.cache_salt,
                 priority=request.priority,
@@ -325,6 +352,11 @@ class Frontend:
         if self.limits is None:
             raise RequestError(_LOADING)
         return self.limits.max_model_len
+
+    def _load_grammars(self) -> Grammars:
+        if self.limits is None or self.tokenizer is None:
+            raise RequestError(_LOADING)
+        return Grammars(self.tokenizer, self.limits.vocab_size, self.eos_ids)
 
     def _check_length(self, text: str, param: str = "prompt") -> None:
         """Refuse a text that cannot fit before anybody's time is spent on cutting it into tokens."""
@@ -372,9 +404,12 @@ def _compiled(source: str, tokenizer: Tokenizer | None) -> ChatTemplate:
     return ChatTemplate(source, tokenizer)
 
 
-def _eos_of(tokenizer: Tokenizer | None) -> list[int]:
-    eos = None if tokenizer is None else tokenizer.eos_token_id
-    return [] if eos is None else [eos]
+def _beside_a_grammar(params: SamplingParams, stop_ids: Sequence[int]) -> SamplingParams:
+    """Return what a worker needs of parameters whose grammar is told apart, which says how to end."""
+    allowed = params.allowed_token_ids
+    if allowed is not None:
+        allowed = list(dict.fromkeys([*allowed, *stop_ids]))
+    return msgspec.structs.replace(params, structured_outputs=None, allowed_token_ids=allowed)
 
 
 def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:

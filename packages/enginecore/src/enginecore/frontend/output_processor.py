@@ -169,7 +169,9 @@ class SampleState:
 
     def _finish(self, token: int, code: int) -> None:
         self.finish_reason = FINISH_REASONS[code]
-        if code == STOP and (self._params.ignore_eos or token not in self.request.eos_ids):
+        # A grammar that has come to its end gives EOS even where it is ignored.
+        ignores_eos = self._params.ignore_eos and self._params.structured_outputs is None
+        if code == STOP and (ignores_eos or token not in self.request.eos_ids):
             self.stop_reason = token
         untold = [token] if self._push is not None else self.token_ids
         hides_last = code == STOP and not self._params.include_stop_str_in_output

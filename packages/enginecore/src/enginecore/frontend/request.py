@@ -34,6 +34,9 @@ class Request:
     pooling: PoolingPlan | None = None
     """How its prompt becomes a vector, for which `params` are the plan's; None to generate."""
 
+    grammar: str | None = None
+    """`params.structured_outputs` as `Frontend.grammar` gives it; None where nobody has asked it yet."""
+
     @classmethod
     def to_pool(cls, request_id: str, prompt: Prompt, plan: PoolingPlan, priority: int = 0) -> "Request":
         """Return a request for a vector in the place of text; `Frontend.pooling_plan` makes plans."""

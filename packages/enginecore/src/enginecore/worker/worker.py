@@ -14,6 +14,7 @@ from collectives import Communicators, LocalCommunicator
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.executor.step import StepInput
+from enginecore.grammars import GrammarError, Grammars, all_eos_ids
 from enginecore.messages import EngineLimits
 from enginecore.model_files import ModelFiles
 from enginecore.worker.models.decoder import Decoder
@@ -30,6 +31,7 @@ from enginecore.worker.runner.kv_sizing import (
 )
 from enginecore.worker.runner.program import StepLimits, graph_bytes, layer_program
 from enginecore.worker.runner.runner import PendingOutput, Runner
+from enginecore.worker.sampling.guides import Guides
 from enginecore.worker.sampling.processors import Registered, make_processors
 from enginecore.worker.sampling.sampler import sample_with_everything
 from enginecore.worker.weights.loading import empty_decoder, load_decoder, storage_dtype
@@ -37,6 +39,9 @@ from enginecore.worker.weights.packing import check_quantization, packed_bytes
 from pagedattn import AttentionBatch, KVLayout, Quantization, allocate, backend_name
 
 logger = logging.getLogger(__name__)
+
+_MOST_MASK_THREADS = 8
+"""Most threads that make masks of grammars."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -98,7 +103,7 @@ class Worker:
             needed = self._measured_bytes(config, part.layout, limits)
             size = sizing.agree(cuda_bytes(config, self.device, needed))
         self.limits = _engine_limits(config, part.spec, size, self.device, self.dtype)
-        self._runner = self._make_runner(config, comms, part.layout, size, processors)
+        self._runner = self._make_runner(config, comms, part.layout, size, processors, files)
         self._log_start(files, part.layout, size, sizing.reason, config.quantization)
         progress(f"KV cache of {size.num_blocks} blocks allocated")
 
@@ -109,6 +114,7 @@ class Worker:
         layout: KVLayout,
         size: CacheSize,
         processors: list[Registered],
+        files: ModelFiles,
     ) -> Runner:
         cache = allocate(layout, size.num_blocks, self.device)
         program = None
@@ -127,7 +133,22 @@ class Worker:
             max_len=size.max_model_len + 1,
             program=program,
             processors=processors,
+            guides=self._make_guides(config, files) if self.is_output else None,
         )
+
+    def _make_guides(self, config: EngineConfig, files: ModelFiles) -> Guides:
+        vocab_size = self.limits.vocab_size
+
+        def load() -> Grammars:
+            # Once a grammar comes: few models are ever asked for one.
+            from enginecore.frontend.text.loading import load_tokenizer
+
+            tokenizer = load_tokenizer(files, config.tokenizer)
+            if tokenizer is None:
+                raise GrammarError("this model has no tokenizer")
+            return Grammars(tokenizer, vocab_size, all_eos_ids(tokenizer, files))
+
+        return Guides(config.max_num_seqs, load, threads=min(_MOST_MASK_THREADS, torch.get_num_threads()))
 
     def _measured_bytes(self, config: EngineConfig, layout: KVLayout, limits: StepLimits) -> int:
         """Return how many bytes of the device model, a full step and the graphs of decode steps take."""

@@ -7,6 +7,7 @@ import torch
 from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
 from pagedattn.cpu_backend.arguments import ATTEND, TYPES, WRITE, address, dense, float32, launch
+from pagedattn.cpu_backend.bitmask import apply_token_bitmask
 from pagedattn.cpu_backend.embedding import embedding
 from pagedattn.cpu_backend.experts import (
     group_by_expert,
@@ -21,6 +22,7 @@ from pagedattn.torch_backend import copy_blocks, grouped_matmul
 
 __all__ = [
     "activation",
+    "apply_token_bitmask",
     "attend",
     "copy_blocks",
     "embedding",

@@ -64,6 +64,9 @@ WEIGHTED_SUM = Kernel(10, Struct("4P 5q 2i"))
 EMBEDDING = Kernel(11, Struct("5P 5q 6i f"))
 """`EmbeddingCall` of embedding.c."""
 
+BITMASK = Struct("3P 4q 2i")
+"""`BitmaskCall` of bitmask.c."""
+
 SAMPLE = Struct("8P 3q 2i")
 """`SampleCall` of sample.c."""
 

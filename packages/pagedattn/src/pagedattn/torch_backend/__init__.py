@@ -8,6 +8,7 @@ from pagedattn.backends import ScoreOptions
 from pagedattn.batch import AttentionBatch
 from pagedattn.layout import FP8
 from pagedattn.torch_backend.activation import activation, gelu_and_mul, silu_and_mul
+from pagedattn.torch_backend.bitmask import apply_token_bitmask
 from pagedattn.torch_backend.copies import copy_blocks
 from pagedattn.torch_backend.decode import attend_decodes
 from pagedattn.torch_backend.embedding import embedding
@@ -26,6 +27,7 @@ from pagedattn.torch_backend.sampling import top_k_top_p_sample
 
 __all__ = [
     "activation",
+    "apply_token_bitmask",
     "attend",
     "copy_blocks",
     "embedding",

@@ -14,6 +14,7 @@ from pagedattn.torch_backend.experts import (
 )
 from pagedattn.torch_backend.norm import layer_norm
 from pagedattn.triton_backend.attention import attend, write_kv
+from pagedattn.triton_backend.bitmask import apply_token_bitmask
 from pagedattn.triton_backend.copies import copy_blocks
 from pagedattn.triton_backend.gated import gelu_and_mul, silu_and_mul
 from pagedattn.triton_backend.grouped import grouped_matmul
@@ -24,6 +25,7 @@ from pagedattn.triton_backend.sampling import top_k_top_p_sample
 
 __all__ = [
     "activation",
+    "apply_token_bitmask",
     "attend",
     "copy_blocks",
     "embedding",

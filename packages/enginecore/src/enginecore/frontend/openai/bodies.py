@@ -55,6 +55,13 @@ class Body(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Integer] | None = None
     bad_words: list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     priority: Integer | None = None
     cache_salt: str | None = None
 

@@ -10,6 +10,7 @@ import msgspec
 from enginecore.beam_search import BeamSearchParams
 from enginecore.errors import ContextLengthError, RequestError
 from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
+from enginecore.frontend.openai.structured import guide_field, structured_outputs
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CHOICES = 4096
@@ -140,12 +141,13 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
 
 @contextmanager
 def blaming(body: Body) -> Generator[None]:
-    """Let a RequestError name the field of `body` that stands for the one it names."""
+    """Let a RequestError name the field that `body` has in place of the one it names."""
     try:
         yield
     except RequestError as error:
-        if error.param in _BODY_NAMES:
-            named = _BODY_NAMES[error.param]
+        guide = guide_field(body) if error.param == "structured_outputs" else None
+        named = guide or _BODY_NAMES.get(error.param or "")
+        if named is not None and error.param is not None:
             raise RequestError(str(error).replace(error.param, named, 1), named, error.code) from error
         if not isinstance(body, ChatBody):
             raise
@@ -185,6 +187,7 @@ def check_choices(prompts: int, samples: int) -> None:
 
 def _sampling_fields(body: Body) -> dict[str, Any]:
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    fields["structured_outputs"] = structured_outputs(body)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     # A client that asks for several samples need not know that the model's own temperature is 0.
     equal = body.temperature is None and body.samples > 1

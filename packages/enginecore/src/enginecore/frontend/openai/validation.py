@@ -12,12 +12,6 @@ MAX_N = 128
 """Most samples of one prompt, as in OpenAI's API."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "logits_processors": ([],),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
@@ -54,6 +48,12 @@ _REFUSED_BEAMS: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "vllm_xargs": ({},),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
 }
 """Fields that beam search has no use for."""
 
@@ -61,7 +61,6 @@ _REASONS = {
     "logits_processors": "a request may not bring logits_processors: the server's option of that name "
     "registers them, and vllm_xargs holds their arguments",
     "prompt_embeds": "prompt_embeds is not supported: give text or token ids",
-    "response_format": 'response_format: only {"type": "text"} is supported by this version',
     "functions": "functions is not supported: it was replaced by tools",
     "function_call": "function_call is not supported: it was replaced by tool_choice",
     "chat_template": "a request may not bring its own chat_template",

@@ -1,6 +1,7 @@
 """The runner: applies a step's deltas to its rows, runs the model over the batch, samples."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from enginecore.worker.runner.buffers import InputBuffers
 from enginecore.worker.runner.drafts import accept, draft_tokens, spread_drafts
 from enginecore.worker.runner.inputs import ModelInputs, build_inputs
 from enginecore.worker.runner.pooling import PendingPooled, PoolingColumn
+from enginecore.worker.sampling.guides import Guides, TokenMasks
 from enginecore.worker.sampling.logprobs import LogprobColumns, merged
 from enginecore.worker.sampling.processors import Registered
 from enginecore.worker.sampling.sampler import Sampled, SamplingRows, sample
@@ -117,11 +119,13 @@ class Runner:
         max_len: int,
         program: Program | None = None,
         processors: Sequence[Registered] = (),
+        guides: Guides | None = None,
     ) -> None:
         """`cache` and `host_cache` are of one shape but for their blocks, dimension 1.
 
         `dtype` is that of hidden states. `program` runs this stage's layers in the place of the modules.
-        `processors` are those that change logits, on a rank that samples.
+        `processors` are those that change logits, and `guides` those of rows with a grammar, on the rank that
+        samples.
         """
         self._model = model
         self._program = program
@@ -136,6 +140,7 @@ class Runner:
         self._buffers = InputBuffers(max_rows, max_len, -(-max_len // self._block_size), cache.device)
         self._sampling = SamplingState(max_rows, processors)
         self._pooling = PoolingColumn(max_rows)
+        self._guides = guides
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> PendingOutput:
@@ -166,18 +171,21 @@ class Runner:
             host_tables=self._buffers.host_tables,
             block_size=self._block_size,
         )
+        # In the batch's order: whether a sequence samples. One that is pooled does not.
+        samples = step.plan.samples[inputs.order]
+        if self._pooling.num_rows:
+            samples &= ~self._pooling.has(step.plan.rows[inputs.order])
+        # Made while the model runs.
+        masks = None if self._guides is None else self._start_masks(self._guides, step, inputs, samples)
         hidden = self._hidden(inputs, self._rotation_lengths(step, inputs))
         if not self._model.last:
             self._pp.send(hidden, self._pp.rank + 1)
             return _nothing(step)
         prompt_logprobs = self._prompt_logprobs(step, inputs, hidden)
-        # In the batch's order.
-        samples = step.plan.samples[inputs.order]
         if not self._pooling.num_rows:
-            return self._sample(step, inputs, hidden, samples, prompt_logprobs)
+            return self._sample(step, inputs, hidden, samples, prompt_logprobs, masks)
         pooled = self._pooling.pool(step.plan, inputs, hidden) if self._tp.rank == 0 else None
-        samples &= ~self._pooling.has(step.plan.rows[inputs.order])
-        output = self._sample(step, inputs, hidden, samples, prompt_logprobs)
+        output = self._sample(step, inputs, hidden, samples, prompt_logprobs, masks)
         output.add_pooled(pooled, int(step.plan.samples.sum()))
         return output
 
@@ -191,13 +199,24 @@ class Runner:
         self._sampling.free(freed)
         if self._pooling.num_rows:
             self._pooling.free(freed)
+        if self._guides is not None:
+            self._guides.free(freed)
         for admitted, sampling in zip(step.plan.admitted, step.sampling, strict=True):
             self._buffers.fill(admitted)
             self._sampling.set(admitted.row, admitted.num_prompt, sampling)
             self._pooling.set(admitted.row, sampling.pooling)
+            if self._guides is not None:
+                self._guides.set(admitted.row, admitted.num_prompt, sampling)
         if step.plan.drafts.size:
             self._buffers.append_from_host(draft_tokens(step.plan))
         self._buffers.change_tables(step.changes)
+
+    def _start_masks(
+        self, guides: Guides, step: StepInput, inputs: ModelInputs, samples: np.ndarray
+    ) -> Future[TokenMasks] | None:
+        """Start making the masks of rows that sample, by `samples` bool[n], and have a grammar."""
+        plan, order = step.plan, inputs.order[samples]
+        return guides.start(plan.rows[order], plan.starts[order] + plan.counts[order], self._buffers.tokens)
 
     def _rotation_lengths(self, step: StepInput, inputs: ModelInputs) -> Tensor | None:
         """Return the sequence length by which each token is rotated, int64 [tokens]; None where no matter.
@@ -236,6 +255,7 @@ class Runner:
         hidden: Tensor,
         samples: np.ndarray,
         prompt_logprobs: list[LogprobColumns],
+        masks: Future[TokenMasks] | None,
     ) -> PendingOutput:
         """Sample for those sequences of the batch that `samples` bool[n] says."""
         plan = step.plan
@@ -248,7 +268,8 @@ class Runner:
         batch, hidden = self._sampling_rows(step, inputs, hidden, samples)
         logits = self._model.logits(hidden)
         if self._tp.rank == 0:
-            sampled = sample(logits, batch, self._buffers.tokens, self._sampling)
+            made = None if masks is None else masks.result().to(logits.device)
+            sampled = sample(logits, batch, self._buffers.tokens, self._sampling, made)
         else:
             sampled = Sampled(torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device), [])
         tokens = self._tp.broadcast(sampled.tokens)

@@ -28,8 +28,10 @@ class DrawSettings(NamedTuple):
 class Part(NamedTuple):
     """Rows of a batch whose logits are drawn from together."""
 
+    members: np.ndarray | None
+    """int64 [m], ascending: the rows; None for all."""
     rows: Tensor | None
-    """int64 [m]; None for all."""
+    """The same on the device."""
     changed: bool
     """Whether constraints, processors or penalties change their logits, which are float32 for it."""
     settings: DrawSettings | None
@@ -84,7 +86,12 @@ class SamplingColumns(NamedTuple):
         members = [np.arange(len(rows))] if whole else [np.flatnonzero(~changed), np.flatnonzero(changed)]
         indices = [None] if whole else upload_integers(members, device)
         parts = [
-            Part(index, bool(changed[held].any()), _settings(state, rows[held], device))
+            Part(
+                None if index is None else held,
+                index,
+                bool(changed[held].any()),
+                _settings(state, rows[held], device),
+            )
             for held, index in zip(members, indices, strict=True)
         ]
         order = None if whole else upload_integers([np.argsort(np.concatenate(members))], device)[0]

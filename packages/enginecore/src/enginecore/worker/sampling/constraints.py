@@ -38,7 +38,8 @@ class RowConstraints(NamedTuple):
     def of(cls, sampling: RowSampling) -> "RowConstraints | None":
         """Return the constraints in a request's parameters, None if there are none."""
         params, words = sampling.params, sampling.bad_words
-        stops = sampling.stop_ids if params.min_tokens else []
+        # A grammar's masks see to the minimum length themselves.
+        stops = sampling.stop_ids if params.min_tokens and sampling.guide is None else []
         bias = params.logit_bias or {}
         lasts = bool(words or bias or params.allowed_token_ids)
         if not (lasts or stops):

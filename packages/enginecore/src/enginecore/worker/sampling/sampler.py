@@ -10,6 +10,7 @@ from torch import Tensor
 from enginecore.messages import RowSampling
 from enginecore.sampling_params import SamplingParams
 from enginecore.worker.sampling.columns import Part, SamplingColumns
+from enginecore.worker.sampling.guides import TokenMasks
 from enginecore.worker.sampling.logprobs import LogprobColumns
 from enginecore.worker.sampling.penalties import HELD
 from enginecore.worker.sampling.state import SamplingState
@@ -41,16 +42,22 @@ class Sampled(NamedTuple):
     """By index, what is said of a row with logits processors if it has no token."""
 
 
-def sample(logits: Tensor, batch: SamplingRows, tokens: Tensor, state: SamplingState) -> Sampled:
+def sample(
+    logits: Tensor,
+    batch: SamplingRows,
+    tokens: Tensor,
+    state: SamplingState,
+    masks: TokenMasks | None = None,
+) -> Sampled:
     """Choose a token for each row of logits [n, vocab] in any floating-point dtype; they may be overwritten.
 
     `tokens` is int32 [max_rows, max_len]. Log probabilities are those of the model, before any setting
     changes them. The order of the rest is vLLM's: bans and bias, processors, penalties, temperature, min-p,
-    top-k, top-p.
+    top-k, top-p. `masks` are those of rows with a grammar: what they forbid stays forbidden by all else.
     """
     columns = state.columns(batch.rows, batch.lengths, logits.dtype, logits.device)
     errors: dict[int, str] = {}
-    drawn = [_draw(logits, part, columns, batch, tokens, errors) for part in columns.parts]
+    drawn = [_draw(logits, part, columns, batch, tokens, masks, errors) for part in columns.parts]
     chosen = drawn[0] if columns.order is None else torch.cat(drawn)[columns.order]
     logprobs = []
     reported = chosen.clamp(min=0) if columns.logprobs else chosen
@@ -82,6 +89,7 @@ def _draw(
     columns: SamplingColumns,
     batch: SamplingRows,
     tokens: Tensor,
+    masks: TokenMasks | None,
     errors: dict[int, str],
 ) -> Tensor:
     """Return a token, or NOT_FINITE, for each row of `part`, int64 [m].
@@ -91,15 +99,21 @@ def _draw(
     positions = batch.device_lengths
     if part.rows is not None:
         logits, positions = logits[part.rows], positions[part.rows]
+    must_stay = part.rows is None and bool(columns.logprobs)
     if part.changed:
-        must_stay = part.rows is None and bool(columns.logprobs)
         logits = logits.to(torch.float32, copy=must_stay)
+    elif masks is not None and must_stay:
+        logits = logits.clone()
+    if part.changed:
         if columns.constraints is not None:
             columns.constraints.apply(logits, batch.device_lengths, tokens)
         if columns.processors is not None:
             errors.update(columns.processors.apply(logits, batch.lengths, tokens))
-        if columns.penalties is not None:
-            columns.penalties.apply(logits, batch.lengths, batch.device_lengths, tokens)
+    if masks is not None:
+        # After processors, which might allow again what a grammar forbids.
+        masks.apply(logits, part.members)
+    if part.changed and columns.penalties is not None:
+        columns.penalties.apply(logits, batch.lengths, batch.device_lengths, tokens)
     if part.settings is None:
         return _highest(logits)
     return top_k_top_p_sample(logits, **part.settings._asdict(), positions=positions)
