@@ -35,6 +35,9 @@ TEXTS = {
         for name, arguments in (("lookup", {"q": "a"}), ("now", {}), ("lookup", {"q": "b"}))
     ),
     "tag-like": "if a < b, write <tool_cal or <tool> here",
+    "required": '[{"name": "lookup", "parameters": {"q": "a"}}, {"name": "now", "parameters": {}}]',
+    "unknown tool": '[{"name": "xxx", "parameters": {"q": "a"}}]',
+    "named": '{"q": "a"}',
     "thought": '<think>\nHm.\n</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>',
 }
 
@@ -147,6 +150,42 @@ def test_a_call_that_was_cut(served):
     full = json.dumps(NESTED, ensure_ascii=False)
     assert full.startswith(call.function.arguments)
     assert 0 < len(call.function.arguments) < len(full)
+
+
+def test_forced_calls(served):
+    """HC-75: the text of a forced call is constrained, and the model's own format has no part in it."""
+    create = served.server.client.chat.completions.create
+    asked = served.ask("required", tool_choice="required")
+    whole = create(**asked).choices[0]
+    called = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert called == [("lookup", '{"q": "a"}'), ("now", "{}")]
+    assert (whole.message.content, whole.finish_reason) == (None, "tool_calls")
+    streamed = joined(list(create(**asked, stream=True)))
+    assert [(call["name"], call["arguments"]) for call in streamed[1]] == called
+    assert (streamed[0], streamed[2]) == ("", "tool_calls")
+    asked = served.ask("named", tool_choice={"type": "function", "function": {"name": "lookup"}})
+    whole = create(**asked).choices[0]
+    [call] = whole.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("lookup", '{"q": "a"}')
+    assert whole.finish_reason == "stop"
+    [call] = (
+        create(**served.ask("unknown tool", tool_choice="required", max_tokens=30))
+        .choices[0]
+        .message.tool_calls
+    )
+    assert call.function.name in ("lookup", "now")
+
+
+def test_a_schema_that_does_not_compile_names_the_tools(served):
+    wrong = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"x": {"type": "strin"}}}},
+    }
+    for stream in (False, True):
+        asked = served.ask("one", tools=[wrong], tool_choice="required", stream=stream)
+        with pytest.raises(openai.BadRequestError) as refused:
+            served.server.client.chat.completions.create(**asked)
+        assert refused.value.param == "tools"
 
 
 @pytest.mark.slow

@@ -111,9 +111,98 @@ async def test_what_is_wrong_is_told_by_name(client, hermes, body, param):
     assert hermes.requests == []
 
 
-@pytest.mark.parametrize("choice", ["required", tool("f")], ids=str)
-async def test_calls_that_are_forced_are_refused(client, hermes, choice):
-    assert "constrained decoding" in error_of(await chat(client, tools=[F], tool_choice=choice))["message"]
+REQUIRED = ' [{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+
+
+@pytest.mark.parametrize("parser", [True, False])
+async def test_required_calls(client, engine, parser):
+    """HC-75. No parser of the model's own format is needed: the text is constrained to a list of calls."""
+    if parser:
+        engine.frontend.parsers = Parsers(TOOL_PARSERS["mistral"], REASONING_PARSERS["deepseek_r1"])
+    engine.script = lambda prompt, params: say(REQUIRED)
+    body = {"tools": [F, tool("g")], "tool_choice": "required"}
+    choice = await choice_of(client, **body)
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert len(choice["message"]["tool_calls"][0]["id"]) == (9 if parser else 29)
+    streamed = await stream(client, **body)
+    pieces = [piece for each in streamed for piece in each["delta"].get("tool_calls", [])]
+    assert [piece["function"]["name"] for piece in pieces if "id" in piece] == ["f", "g"]
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"a": 1}{}'
+    assert streamed[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_named_call(client, hermes):
+    """Its finish reason is "stop", as in OpenAI's API."""
+    hermes.script = lambda prompt, params: say('\n{"a": {"b": "}"}}\n')
+    body = {"tools": [F, tool("g")], "tool_choice": tool("g")}
+    choice = await choice_of(client, **body)
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "g", "arguments": '{"a": {"b": "}"}}'}
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "stop")
+    streamed = await stream(client, **body)
+    pieces = [piece for each in streamed for piece in each["delta"].get("tool_calls", [])]
+    assert [piece["function"].get("name") for piece in pieces][:2] == ["g", None]
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"a": {"b": "}"}}'
+    assert streamed[-1]["finish_reason"] == "stop"
+    cut = await choice_of(client, **body, max_tokens=1)
+    assert cut["message"]["tool_calls"][0]["function"] == {"name": "g", "arguments": ""}
+    assert cut["finish_reason"] == "length"
+
+
+def call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+async def test_forced_calls_constrain_the_output(client, hermes):
+    shared = {"$defs": {"x": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/x"}}}
+    tools = [F, tool("g"), tool("h", parameters=shared), tool("i", parameters=shared)]
+    parameters = {"type": "object", "properties": shared["properties"]}
+    required = {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "anyOf": [
+                call_schema("f", F["function"]["parameters"]),
+                call_schema("g", {"type": "object", "properties": {}}),
+                call_schema("h", parameters),
+                call_schema("i", parameters),
+            ]
+        },
+        "$defs": shared["$defs"],
+    }
+    for choice, more, schema in (
+        ("required", {}, required),
+        ("required", {"parallel_tool_calls": False}, {**required, "maxItems": 1}),
+        ("required", {"response_format": {"type": "json_object"}}, required),
+        (tool("h"), {}, {"type": "object", **shared}),
+    ):
+        await chat(client, tools=tools, tool_choice=choice, **more)
+        wanted = hermes.requests[-1].params.structured_outputs
+        assert json.loads(wanted.json) == schema
+    await chat(client, tools=tools)
+    assert hermes.requests[-1].params.structured_outputs is None
+
+
+async def test_definitions_that_contradict_are_refused(client, hermes):
+    tools = [tool("f", parameters={"$defs": {"x": {"type": kind}}}) for kind in ("integer", "string")]
+    error = error_of(await chat(client, tools=tools, tool_choice="required"))
+    assert error["param"] == "tools"
+    assert "$defs/x" in error["message"]
+
+
+async def test_a_schema_that_is_too_long_names_the_tools(client, hermes):
+    long = tool("f", parameters={"properties": {"x" * 70_000: {}}})
+    for choice in ("required", tool("f")):
+        error = error_of(await chat(client, tools=[long], tool_choice=choice))
+        assert error["param"] == "tools"
+        assert error["message"].startswith("tools: json may have at most")
 
 
 async def test_tools_reach_the_template_whether_they_may_be_called_or_not(client, hermes):

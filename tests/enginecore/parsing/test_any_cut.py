@@ -1,5 +1,6 @@
 """Random answers in random pieces: the calls that were written come out, and pieces make no difference."""
 
+import json
 import keyword
 from typing import Any
 
@@ -8,7 +9,7 @@ from answers import ALONE, FORMATS, Answer, as_objects, cut, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginecore.frontend.parsing import REASONING_PARSERS, TOOL_PARSERS, AnswerParser
+from enginecore.frontend.parsing import REASONING_PARSERS, TOOL_PARSERS, AnswerParser, forced_parser
 
 fewer = settings(max_examples=40)
 """Each test runs for several parsers."""
@@ -90,6 +91,22 @@ def test_pieces_make_no_difference_to_tool_calls(name, parts, places):
     assert read(TOOL_PARSERS[name](), text) == whole
     if not whole.calls:
         assert whole.content == text
+
+
+@pytest.mark.parametrize("name", [None, "f"])
+@fewer
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=14), calls=CALLS, places=PLACES)
+def test_pieces_make_no_difference_to_forced_calls(name, parts, calls, places):
+    kind = forced_parser(name, TOOL_PARSERS["hermes"])
+    listed = json.dumps([{"name": called, "parameters": arguments} for called, arguments in calls])
+    for text in ("".join(parts), listed, json.dumps(dict(calls))):
+        whole = read(kind(), [text])
+        assert read(kind(), cut(text, places)) == whole
+        assert read(kind(), text) == whole
+        if text == listed and name is None and calls:
+            assert (whole.content, as_objects(whole.calls)) == ("", calls)
+        if name is not None and text.startswith("{"):
+            assert text.startswith(whole.calls[0].arguments)
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)

@@ -125,6 +125,16 @@ class ChatBody(Body, kw_only=True):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def forces_call(self) -> bool:
+        """Whether the answer is to be tool calls and nothing else."""
+        return self.may_call and self.tool_choice not in (None, "auto")
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the one tool to call; None where none is named."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+
+    @property
     def asked_tokens(self) -> int | None:
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer

@@ -10,6 +10,7 @@ import msgspec
 from enginecore.beam_search import BeamSearchParams
 from enginecore.errors import ContextLengthError, RequestError
 from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody
+from enginecore.frontend.openai.forced_calls import calls_schema
 from enginecore.frontend.openai.structured import guide_field, structured_outputs
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
@@ -135,7 +136,10 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
     fields["max_tokens"] = defaults.get("max_tokens") if asked is None else asked
     if body.logprobs and not body.logprob_token_ids:
         fields["logprobs"] = body.top_logprobs or 0
+    schema = calls_schema(body)
     with blaming(body):
+        if schema is not None:
+            fields["structured_outputs"] = {"json": schema}
         return _params(fields)
 
 
@@ -145,7 +149,9 @@ def blaming(body: Body) -> Generator[None]:
     try:
         yield
     except RequestError as error:
-        guide = guide_field(body) if error.param == "structured_outputs" else None
+        guide = None
+        if error.param == "structured_outputs":
+            guide = "tools" if _forces_call(body) else guide_field(body)
         named = guide or _BODY_NAMES.get(error.param or "")
         if named is not None and error.param is not None:
             raise RequestError(str(error).replace(error.param, named, 1), named, error.code) from error
@@ -157,6 +163,10 @@ def blaming(body: Body) -> Generator[None]:
             named = "max_completion_tokens"
             raise RequestError(str(error).replace("max_tokens", named), named, error.code) from error
         raise
+
+
+def _forces_call(body: Body) -> bool:
+    return isinstance(body, ChatBody) and body.forces_call
 
 
 def template_options(body: ChatBody) -> dict[str, Any]:

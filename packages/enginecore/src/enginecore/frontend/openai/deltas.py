@@ -14,6 +14,7 @@ from enginecore.frontend.parsing import (
     Parsers,
     Reasoning,
     ToolParser,
+    forced_parser,
 )
 
 Delta = dict[str, Any]
@@ -31,6 +32,8 @@ def parsers_of(body: ChatBody, parsers: Parsers) -> Parsers:
     """
     if not body.may_call:
         return parsers._replace(tools=None)
+    if body.forces_call:  # the text is nothing but calls: there is no place for reasoning
+        return Parsers(forced_parser(body.forced_tool, parsers.tools or ToolParser))
     if parsers.tools is None:
         raise RequestError(NO_PARSER, "tools" if body.tool_choice is None else "tool_choice")
     return parsers
@@ -45,6 +48,7 @@ class Deltas:
         self._new_id = (parsers.tools or ToolParser).new_call_id
         self._parallel = body.parallel_tool_calls is not False
         self._with_reasoning = body.include_reasoning is not False and parsers.reasoning is not None
+        self._is_named = body.forced_tool is not None
         self._num_calls = 0
 
     def push(self, text: str) -> list[Delta]:
@@ -56,8 +60,11 @@ class Deltas:
         return self._deltas(self._parser.finish())
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return how the choice ended, once all is told: one that calls tools and was not cut, for these."""
-        return "tool_calls" if self._num_calls and reason == "stop" else reason
+        """Return how the choice ended, once all is told: one that calls tools and was not cut, for these.
+
+        Where the request has named the tool it is "stop", as in OpenAI's API.
+        """
+        return "tool_calls" if self._num_calls and reason == "stop" and not self._is_named else reason
 
     def message(self, text: str) -> dict[str, Any]:
         """Return the message of a whole text: what its deltas make together."""

@@ -10,14 +10,10 @@ NO_PARSER = (
     'tools with tool_choice "auto" need a parser of the model\'s tool calls: start with tool_call_parser '
     '(hermes, for example), or send tool_choice "none"'
 )
-NOT_FORCED = (
-    "tool_choice {} needs constrained decoding, which this version does not have: "
-    'send "auto" or "none", or leave it out'
-)
 
 
 def check_tools(body: ChatBody) -> None:
-    """Check the form of `tools`, and that `tool_choice` is one that can be kept.
+    """Check the form of `tools`, and that `tool_choice` is one of them or a word for them.
 
     Raises:
         RequestError: with the field at fault as its `param`.
@@ -38,9 +34,6 @@ def check_tools(body: ChatBody) -> None:
             raise RequestError(
                 f"tool_choice names {name!r:.80}, and the tools are {', '.join(names)}", "tool_choice"
             )
-    raise RequestError(
-        NOT_FORCED.format('"required"' if choice == "required" else "with a name"), "tool_choice"
-    )
 
 
 def check_tool_list(tools: Sequence[Mapping[str, Any]]) -> list[str]:

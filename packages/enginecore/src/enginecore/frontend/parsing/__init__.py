@@ -14,6 +14,7 @@ from enginecore.frontend.parsing.events import (
     ReasoningParser,
     ToolParser,
 )
+from enginecore.frontend.parsing.forced import forced_parser
 from enginecore.frontend.parsing.registry import (
     NO_PARSERS,
     REASONING_PARSERS,
@@ -38,5 +39,6 @@ __all__ = [
     "Reasoning",
     "ReasoningParser",
     "ToolParser",
+    "forced_parser",
     "load_parsers",
 ]
