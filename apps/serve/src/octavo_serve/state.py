@@ -98,11 +98,12 @@ class ServerState:
 
     @asynccontextmanager
     async def open_stream(
-        self, requests: Sequence["Request"], key: str | None = None
+        self, requests: Sequence["Request"], key: str | None = None, *, goes_on: bool = False
     ) -> AsyncGenerator["RequestStream"]:
         """Submit all requests, or none; what has not finished when the context is left is aborted.
 
-        `key` is the name of the client's key.
+        `key` is the name of the client's key. What goes on with an HTTP request that was let in already is not
+        refused for a full queue.
 
         Raises:
             RequestError: a request cannot be run as asked.
@@ -112,7 +113,8 @@ class ServerState:
             raise ApiError(503, self.refusal)
         config, stats = self.engine.config, self.engine.stats
         seats = 0 if stats.waiting else config.max_num_seqs * len(config.local_ranks)
-        self.limits.check_queue(len(requests), seats, self.engine.queue_seconds)
+        if not goes_on:
+            self.limits.check_queue(len(requests), seats, self.engine.queue_seconds)
         with self.limits.one_more(key):
             async with self._submitted(requests) as stream:
                 yield stream

@@ -35,7 +35,7 @@ async def search_beams(
         )
         for prompt, params in zip(prompts, each, strict=True)
     ]
-    params = each[0].step_params()
+    params, goes_on = each[0].step_params(), False
     while running := [search for search in searches if search.prompts]:
         requests = [
             Request(f"{head.id}-{next(server.numbers)}", prompt, params, body.priority or 0)
@@ -43,10 +43,11 @@ async def search_beams(
             for prompt in search.prompts
         ]
         outputs: dict[int, RequestOutput] = {}
-        async with server.open_stream(requests, key) as stream:
+        async with server.open_stream(requests, key, goes_on=goes_on) as stream:
             async for index, output in stream:
                 raise_failure(output)
                 outputs[index] = output
+        goes_on = True
         ordered = iter([outputs[index] for index in range(len(requests))])
         for search in running:
             search.advance([next(ordered) for _ in search.prompts])
