@@ -16,7 +16,7 @@ from octavo_serve.errors import HANDLERS
 from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
 from octavo_serve.root_path import RootPath
-from octavo_serve.routes import admin, embeddings, experts, generate, models, status
+from octavo_serve.routes import admin, embeddings, experts, generate, models, page, status, stream
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def create_app(
     `report` tells the supervisor, and `limits` are those of all HTTP processes, by default this one's own.
     """
     routes = _ROUTES + _ADMIN_ROUTES if options.admin_routes else _ROUTES
-    paths = frozenset(path for _, path, _, _ in routes)
+    paths = frozenset((*(path for _, path, _, _ in routes), *page.PAGE_PATHS))
     middleware = [Middleware(RootPath, root_path=options.root_path)] if options.root_path else []
     middleware += [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
     if options.cors_origins:
@@ -92,6 +92,10 @@ def create_app(
             response_model=None,
             openapi_extra=None if body is None else _body_schema(body),
         )
+    if options.live_page:
+        for path in page.PAGE_PATHS:
+            app.add_api_route(path, page.show_page, include_in_schema=False)
+    app.add_api_websocket_route(stream.PATH, stream.serve)
     app.state.server = ServerState(engine, options, report, limits)
     return app
 

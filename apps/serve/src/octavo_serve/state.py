@@ -1,5 +1,6 @@
 """State that all routes share: the engine, the names it goes by, and the streams of clients."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -7,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from enginecore.frontend.openai import NoVocabulary, Vocabulary
+from octavo_serve.auth import Keys
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
 from octavo_serve.limits import Limits
@@ -39,6 +41,9 @@ class ServerState:
         """The server is going to end: nothing new is taken."""
         self.streams: set[RequestStream] = set()
         """Of each HTTP request that generates and whose answer is not complete."""
+        self.frames: set[asyncio.Task[None]] = set()
+        """Requests on WebSockets whose last frame is not sent."""
+        self.keys = Keys(options.keys())
         self.numbers = itertools.count()
         """Makes request ids unique."""
 
@@ -62,6 +67,11 @@ class ServerState:
         if not self.engine.takes_requests:
             return "the model is loading"
         return None
+
+    def require_ready(self) -> None:
+        """Raise ApiError (503) if no request can be taken now."""
+        if self.refusal is not None:
+            raise ApiError(503, self.refusal)
 
     @property
     def frontend(self) -> "Frontend":
@@ -101,8 +111,7 @@ class ServerState:
             RequestError: a request cannot be run as asked.
             ApiError: 503, no request can be taken now; 429, too many wait, or this client has too many.
         """
-        if self.refusal is not None:
-            raise ApiError(503, self.refusal)
+        self.require_ready()
         config, stats = self.engine.config, self.engine.stats
         seats = 0 if stats.waiting else config.max_num_seqs * len(config.local_ranks)
         self.limits.check_queue(len(requests), seats, self.engine.queue_seconds)
