@@ -207,14 +207,20 @@ class _Session:
     async def _send_engine(self, name: str, request: _Open) -> None:
         """Send the engine's state twice a second until that is cancelled, or the client leaves."""
         try:
-            with self._server.engine.watch() as watch:
-                feed = EngineFeed(self._server, watch)
-                while not request.cancelled:
-                    await self._send(_encode({"type": "engine", "id": name, **feed.frame()}))
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(request.wake.wait(), SECONDS_BETWEEN_FRAMES)
+            try:
+                with self._server.engine.watch() as watch:
+                    feed = EngineFeed(self._server, watch)
+                    while not request.cancelled:
+                        await self._send(_encode({"type": "engine", "id": name, **feed.frame()}))
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(request.wake.wait(), SECONDS_BETWEEN_FRAMES)
+                last: dict[str, Any] = {"type": "done", "id": name, "usage": None}
+            except WebSocketDisconnect:
+                return
+            except Exception as error:
+                last = _error_frame(name, as_api_error(error))
             del self._requests[name]
-            await self._send(_encode({"type": "done", "id": name, "usage": None}))
+            await self._send(_encode(last))
         except WebSocketDisconnect:
             return
 
