@@ -10,7 +10,15 @@ from enginecore.codec import Decoder, Encoder
 from enginecore.core.board import Board
 from enginecore.core.identity import frontend_identity
 from enginecore.core.process import CoreServer
-from enginecore.messages import AbortRequests, CoreMessage, EngineStats, Outputs, ResetPrefixCache
+from enginecore.messages import (
+    AbortRequests,
+    CoreMessage,
+    EngineStats,
+    Outputs,
+    ResetPrefixCache,
+    StepsView,
+    WatchSteps,
+)
 
 LIMIT_S = 60
 """Seconds after which waiting is given up, on the slowest machine."""
@@ -20,6 +28,7 @@ class Core:
     """Records what it is told; `step` answers with `outputs`."""
 
     lockstep = None
+    step_log = None
 
     def __init__(self):
         self.told = []
@@ -39,6 +48,9 @@ class Core:
 
     def stats(self):
         return EngineStats()
+
+    def steps_view(self, *, with_blocks):
+        return StepsView(np.zeros((1, 7), np.float32))
 
 
 def wait_until(condition):
@@ -134,6 +146,20 @@ def test_outputs_for_a_front_end_that_went_during_the_step_end_nothing(wire):
     wire.core.outputs = {2: outputs(1)}
     wire.server._step()
     assert ("forget", 2) in wire.core.told
+
+
+def test_views_go_to_those_who_watch_and_end_when_they_leave(wire):
+    watches, does_not = wire.client(1), wire.client(2)
+    watches.send(Encoder().encode(WatchSteps(True)))
+    wait_until(lambda: wire.read() and wire.core.step_log is not None)
+    wire.server._step()
+    assert watches.poll(1000 * LIMIT_S)
+    assert isinstance(Decoder(CoreMessage).decode(watches.recv()), StepsView)
+    wire.core.outputs = {2: outputs(3)}
+    wire.server._step()
+    assert received(does_not).numbers.tolist() == [3]
+    watches.close()
+    wait_until(lambda: wire.read() and wire.core.step_log is None)
 
 
 def test_a_front_end_may_come_back(wire):

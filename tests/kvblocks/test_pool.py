@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from kvblocks import AllCleared, BlockPool, BlockRemoved, BlockStored, IntegrityError, OutOfBlocks
+from kvblocks.pool import BLANK, CACHED, SHARED, USED
 
 A, B, C, D = (bytes([n]) * 32 for n in range(4))
 
@@ -258,3 +259,18 @@ def test_whoever_asks_is_told_of_evictions():
     assert evicted == [([1, 0], [b"b", b"a"])]
     pool.reset()
     assert len(evicted) == 1
+
+
+def test_states():
+    pool = BlockPool(5)
+    assert pool.states().tolist() == [BLANK] * 5
+    one, two, three = pool.allocate(3).tolist()
+    pool.publish([one, two], [b"1", b"2"])
+    pool.share([two])
+    pool.release([one])
+    states = pool.states()
+    assert states.dtype == np.int8
+    assert {one: CACHED, two: SHARED, three: USED} == {block: states[block] for block in (one, two, three)}
+    assert np.count_nonzero(states == BLANK) == 2
+    pool.release([two])
+    assert pool.states()[two] == USED

@@ -4,10 +4,12 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from enginecore.config import EngineConfig
+from enginecore.data_parallel.views import EngineWatch
 from enginecore.errors import EngineDeadError, OctavoError, RequestError
 from enginecore.frontend.parsing import Parsers
 from enginecore.frontend.request import Prompt, Request
@@ -193,6 +195,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.was_shut_down = False
+        self.watch_state = EngineWatch()
 
     @property
     def takes_requests(self) -> bool:
@@ -255,6 +258,17 @@ class ScriptedEngine:
         for stream in self.streams:
             if not stream.ended:
                 stream.fail(EngineDeadError(message))
+
+    def rank_stats(self) -> dict[int, EngineStats]:
+        return {0: self.stats}
+
+    @contextmanager
+    def watch(self):
+        self.watch_state.watchers += 1
+        try:
+            yield self.watch_state
+        finally:
+            self.watch_state.watchers -= 1
 
     async def shutdown(self) -> None:
         self.was_shut_down = True

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 HERE = Path(__file__).parent
 HEAVY = ("torch", "triton", "transformers", "fastapi", "uvicorn", "tokenizers", "zmq")
@@ -158,6 +160,44 @@ def test_requests_finish_while_the_server_drains():
         assert served.finish() == 0
         logged = " / ".join(served.lines)
         assert re.search("SIGTERM received .*draining: 1 requests .*drain over: every request has", logged)
+
+
+def test_a_websocket_gets_its_last_frames_when_no_time_is_given():
+    with server("--shutdown-timeout", "0") as served:
+        served.load()
+        with connect(served.url.replace("http", "ws") + "/v1/stream") as socket:
+            socket.send('{"type": "completion", "id": "a", "prompt": "hi"}')
+            served.tell("allow 1")
+            frames = [json.loads(socket.recv(10))]
+            served.process.send_signal(signal.SIGTERM)
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    frames.append(json.loads(socket.recv(10)))
+        assert [frame["type"] for frame in frames] == ["chunk", "chunk", "done"]
+        assert frames[1]["choices"][0]["finish_reason"] == "abort"
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012
+        assert served.finish() == 0
+
+
+def test_a_websocket_goes_on_while_the_server_drains():
+    with server() as served:
+        served.load()
+        with connect(served.url.replace("http", "ws") + "/v1/stream") as socket:
+            socket.send('{"type": "completion", "id": "a", "prompt": "hi"}')
+            served.tell("allow 1")
+            socket.recv(10)
+            served.process.send_signal(signal.SIGTERM)
+            while served.client.get("/health").status_code == 200:
+                time.sleep(0.01)
+            socket.send('{"type": "completion", "id": "b", "prompt": "hi"}')
+            refused = json.loads(socket.recv(10))
+            assert (refused["type"], refused["id"]) == ("error", "b")
+            assert "shutting down" in refused["error"]["message"]
+            served.tell("allow 100")
+            frames = [json.loads(socket.recv(10)) for _ in range(4)]
+            assert [frame["type"] for frame in frames] == ["chunk", "chunk", "chunk", "done"]
+        assert served.finish() == 0
 
 
 def test_an_engine_that_dies_while_the_server_drains_is_no_clean_end():

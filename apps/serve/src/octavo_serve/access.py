@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 PROBES = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})
 """Routes that supervisors ask every few seconds, also while the model loads: logged at debug only."""
 
+_PAGE_PART = "/page/"
+"""Beginning of the routes of the live page's parts, which are logged at debug only too."""
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_CLIENT_LEFT = 499
+CLIENT_LEFT = 499
 """Logged and counted where a client went away before its answer began, as nginx does."""
 _LONGEST_PATH = 200
 _RECORD, _ID = "octavo.record", "octavo.request_id"
@@ -101,7 +104,7 @@ class AccessLog:
         record = scope[_RECORD] = RequestRecord()
         identity = scope[_ID] = _identity(scope)
         started = time.perf_counter()
-        status = _CLIENT_LEFT
+        status = CLIENT_LEFT
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -124,21 +127,23 @@ class AccessLog:
         route = scope["route"].path if "route" in scope else path if path in self._routes else "none"
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.answered(method, route, status)
-        level = logging.DEBUG if route in PROBES else logging.INFO
-        logger.log(
-            level,
-            "request",
-            extra={
-                "fields": {
-                    "method": method,
-                    "path": path[:_LONGEST_PATH],
-                    "status": status,
-                    **({"key": scope["octavo.key"]} if scope.get("octavo.key") else {}),
-                    **record.fields(),
-                    "total": seconds,
-                }
-            },
-        )
+        log_request(method, path, route, status, scope.get("octavo.key"), record, seconds)
+
+
+def log_request(
+    method: str, path: str, route: str, status: int, key: str | None, record: RequestRecord, seconds: float
+) -> None:
+    """Log a request that has been answered; `key` is the name of its key."""
+    fields = {
+        "method": method,
+        "path": path[:_LONGEST_PATH],
+        "status": status,
+        **({"key": key} if key else {}),
+        **record.fields(),
+        "total": seconds,
+    }
+    level = logging.DEBUG if route in PROBES or route.startswith(_PAGE_PART) else logging.INFO
+    logger.log(level, "request", extra={"fields": fields})
 
 
 def _identity(scope: Scope) -> str:

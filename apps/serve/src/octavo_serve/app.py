@@ -19,7 +19,18 @@ from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
 from octavo_serve.response_store import ResponseStore
 from octavo_serve.root_path import RootPath
-from octavo_serve.routes import admin, embeddings, experts, generate, messages, models, responses, status
+from octavo_serve.routes import (
+    admin,
+    embeddings,
+    experts,
+    generate,
+    messages,
+    models,
+    page,
+    responses,
+    status,
+    stream,
+)
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -73,7 +84,7 @@ def create_app(
     one alone.
     """
     routes = _ROUTES + _ADMIN_ROUTES if options.admin_routes else _ROUTES
-    paths = frozenset(path for _, path, _, _ in routes)
+    paths = frozenset((*(path for _, path, _, _ in routes), *page.PAGE_PATHS))
     middleware = [Middleware(RootPath, root_path=options.root_path)] if options.root_path else []
     middleware += [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
     if options.cors_origins:
@@ -103,6 +114,10 @@ def create_app(
             response_model=None,
             openapi_extra=None if body is None else _body_schema(body),
         )
+    if options.live_page:
+        for path in page.PAGE_PATHS:
+            app.add_api_route(path, page.show_page, include_in_schema=False)
+    app.add_api_websocket_route(stream.PATH, stream.serve)
     app.state.server = ServerState(engine, options, report, limits, stored)
     return app
 

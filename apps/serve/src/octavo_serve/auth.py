@@ -7,9 +7,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo_serve.errors import ApiError
 from octavo_serve.root_path import route_path
+from octavo_serve.routes.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-"""For supervisors and scrapers, which hold no key."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", *PAGE_PATHS})
+"""For supervisors and scrapers, which hold no key, and for the page, which asks for it."""
 
 
 _NAME = "octavo.key"
@@ -21,22 +22,40 @@ def key_name(scope: Scope) -> str | None:
     return scope.get(_NAME)
 
 
+class Keys:
+    """The keys that clients may show, by name."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._keys = {name: key.encode() for name, key in keys.items()}
+
+    @property
+    def needed(self) -> bool:
+        """Whether there are any."""
+        return bool(self._keys)
+
+    def name_of(self, given: bytes) -> str | None:
+        """Return the name of the key `given`, None if it is none; all keys take the same time."""
+        names = [name for name, key in self._keys.items() if secrets.compare_digest(given, key)]
+        return names[0] if names else None
+
+
 class KeyGuard:
-    """Lets a request pass when it carries one of the keys, or asks for an open path.
+    """Lets an HTTP request pass when it carries one of the keys, or asks for an open path.
 
     A key comes as a bearer token, as OpenAI's clients send it, or in `x-api-key`, as Anthropic's do.
+    WebSockets pass: their key may come in the first frame, so who accepts them asks for it.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
         """`keys` are by name."""
         self._app = app
-        self._keys = {name: key.encode() for name, key in keys.items()}
+        self._keys = Keys(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = self.name_of(_given(scope))
+        name = self._keys.name_of(given_key(scope) or b"")
         if name is not None or route_path(scope) in OPEN_PATHS:
             scope[_NAME] = name
             await self._app(scope, receive, send)
@@ -49,13 +68,15 @@ class KeyGuard:
             )
             await error.response(route_path(scope))(scope, receive, send)
 
-    def name_of(self, given: bytes) -> str | None:
-        """Return the name of the key `given`, None if it is none; all keys take the same time."""
-        names = [name for name, key in self._keys.items() if secrets.compare_digest(given, key)]
-        return names[0] if names else None
 
-
-def _given(scope: Scope) -> bytes:
+def given_key(scope: Scope) -> bytes | None:
+    """Return the key that a request's headers carry, right or wrong; None if they have none."""
     headers = dict(scope["headers"])
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+    if b"authorization" in headers:
+        scheme, _, key = headers[b"authorization"].partition(b" ")
+        if scheme.lower() == b"bearer":
+            return key.strip()
+    other = headers.get(b"x-api-key")
+    if other is not None:
+        return other.strip()
+    return b"" if b"authorization" in headers else None

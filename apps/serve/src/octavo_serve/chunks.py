@@ -1,11 +1,11 @@
-"""Turn a request's outputs into server-sent events.
+"""Turn a request's outputs into the chunks of its stream: server-sent events, or frames of a WebSocket.
 
-This runs for every token, so events are joined from bytes that were made once for the request.
+This runs for every token, so chunks are joined from bytes that were made once for the request.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,21 @@ from octavo_serve.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
+
+class Framing(NamedTuple):
+    """What stands around the members of a chunk's JSON object."""
+
+    before: bytes
+    after: bytes
+    closing: bytes
+    """What follows the last chunk."""
+
+
+EVENT = Framing(b"data: {", b"}\n\n", DONE)
+"""A server-sent event."""
+FRAME = Framing(b'{"type":"chunk",', b"}", b"")
+"""A text frame of a WebSocket."""
+
 _LINE_BREAKS = {b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029", b"\xc2\x85": b"\\u0085"}
 _CHOICES = b',"choices":['
 _RUNNING = b',"finish_reason":null}'
@@ -54,17 +69,20 @@ class _Choice:
 
 
 class Chunks(ABC):
-    """Encodes the outputs of one HTTP request, which come with DELTA, as chunks of its stream."""
+    """Encodes the outputs of one answer, which come with DELTA, as chunks of its stream."""
 
     kind: str
     """The chunks' `object`."""
 
-    def __init__(self, head: Head, body: Body, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, head: Head, body: Body, prompts: Sequence[Prompt], framing: Framing) -> None:
         start = _encode({"id": head.id, "object": self.kind, "created": head.created, "model": head.model})
-        self._start = b"data: " + start[:-1] + _CHOICES
+        self._start = framing.before + start[1:-1] + _CHOICES
+        self._end = framing.after
+        self.closing = framing.closing
+        """What follows the last chunk."""
         self._continuous = body.continuous_usage
         self._include_usage = body.include_usage
-        self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
+        self._tail = (b'],"usage":null' if body.include_usage else b"]") + self._end
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
@@ -74,11 +92,11 @@ class Chunks(ABC):
         self._num_choices = len(prompts) * body.samples
         self._choices: dict[int, _Choice] = {}
 
-    def encode(self, prompt: int, output: RequestOutput) -> bytes:
-        """Return the events for an output of prompt number `prompt`; empty when there is nothing to tell."""
+    def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
+        """Return the chunks of an output of prompt number `prompt`; none when there is nothing to tell."""
         if output.num_cached_tokens:
             self._cached_tokens[prompt] = output.num_cached_tokens
-        events = []
+        events: list[bytes] = []
         for sample in output.outputs:
             index = prompt * self._samples + sample.index
             choice = self._choices.get(index)
@@ -88,26 +106,28 @@ class Chunks(ABC):
             if not choice.finished:
                 self._completion_tokens += len(sample.token_ids)
                 self._append(events, index, choice, sample)
-        return line_safe(b"".join(events))
+        return events
 
-    def end(self) -> bytes:
-        """Return what follows the last output."""
-        if not self._include_usage:
-            return DONE
-        return self._start + self._usage_tail() + DONE
+    def end(self) -> list[bytes]:
+        """Return the chunks that follow the last output: one with the usage, if the body asks for it."""
+        return [self._start + self._usage_tail()] if self._include_usage else []
 
     def error(self, error: ApiError) -> bytes:
         """Return an error as the event that ends a stream which has begun."""
         return b"data: " + line_safe(error.body()) + b"\n\n" + DONE
 
-    def abort(self) -> bytes:
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of what has been encoded."""
+        return usage(self._prompt_tokens, self._completion_tokens, sum(self._cached_tokens))
+
+    def abort(self) -> list[bytes]:
         """Return the last chunks of the choices that have none yet, ended with "abort"."""
-        events = []
+        events: list[bytes] = []
         for index in range(self._num_choices):
             choice = self._choices.setdefault(index, _Choice())
             if not choice.finished:
                 self._abort(events, index, choice)
-        return b"".join(events)
+        return events
 
     def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
         logprobs = self._logprobs(choice, sample)
@@ -135,8 +155,7 @@ class Chunks(ABC):
         return b"".join((start, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, ending, tail))
 
     def _usage_tail(self) -> bytes:
-        counted = usage(self._prompt_tokens, self._completion_tokens, sum(self._cached_tokens))
-        return b'],"usage":' + _encode(counted) + b"}\n\n"
+        return b'],"usage":' + _encode(self.usage()) + self._end
 
     @abstractmethod
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
@@ -157,15 +176,20 @@ class CompletionChunks(Chunks):
     kind = "text_completion"
 
     def __init__(
-        self, head: Head, body: CompletionBody, prompts: Sequence[Prompt], vocabulary: Vocabulary
+        self,
+        head: Head,
+        body: CompletionBody,
+        prompts: Sequence[Prompt],
+        vocabulary: Vocabulary,
+        framing: Framing,
     ) -> None:
-        super().__init__(head, body, prompts)
+        super().__init__(head, body, prompts, framing)
         self._body = body
         self._vocabulary = vocabulary
         self._echoed: dict[int, Sequence[Row]] = {}
         """Logprobs of a prompt, by its number."""
 
-    def encode(self, prompt: int, output: RequestOutput) -> bytes:
+    def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
         return super().encode(prompt, without_new_tokens(output) if self._body.prompt_alone else output)
 
     def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
@@ -226,10 +250,16 @@ class ChatChunks(Chunks):
     kind = "chat.completion.chunk"
 
     def __init__(
-        self, head: Head, body: ChatBody, prompt: Prompt, vocabulary: Vocabulary, parsers: Parsers
+        self,
+        head: Head,
+        body: ChatBody,
+        prompt: Prompt,
+        vocabulary: Vocabulary,
+        parsers: Parsers,
+        framing: Framing,
     ) -> None:
         """`parsers` look for reasoning and calls, where there are any."""
-        super().__init__(head, body, [prompt])
+        super().__init__(head, body, [prompt], framing)
         self._body = body
         self._prompt = prompt.text or ""
         self._vocabulary = vocabulary

@@ -58,6 +58,7 @@ class ServeConfig:
         "info", "least serious messages to log; info has a line for each request, debug for each probe too"
     )
     log_format: Literal["text", "json"] = _option("text", "format of the log on standard error")
+    live_page: bool = _option(True, "serve a page at / with a chat and a view of the engine")
     metrics_prefix: str = _option("octavo_", "beginning of the metrics' names; vllm: gives vLLM's own names")
 
     def __post_init__(self) -> None:

@@ -49,9 +49,13 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
+    def answer(self) -> dict[str, Any]:
+        """Return the error in OpenAI's shape."""
+        return error_answer(self.status, str(self), self.param, self.code)
+
     def body(self) -> bytes:
         """Return the error as JSON."""
-        return msgspec.json.encode(error_answer(self.status, str(self), self.param, self.code))
+        return msgspec.json.encode(self.answer())
 
     def anthropic_body(self) -> bytes:
         """Return the error as Anthropic's API tells it."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from enginecore.errors import RequestAbortedError
 from octavo_serve.app import create_app
@@ -22,6 +23,7 @@ from octavo_serve.listening import BACKLOG, url
 from octavo_serve.messages import COUNTS, RESPONSES, HttpMessage, HttpReady
 from octavo_serve.protocol import HttpProtocol
 from octavo_serve.response_store import ResponseStore
+from octavo_serve.routes.stream import MOST_FRAME_BYTES
 from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -80,6 +82,34 @@ class _Listener(uvicorn.Server):
         yield
 
 
+def http_server(app: ASGIApp, options: ServeConfig) -> uvicorn.Server:
+    """Return the server of HTTP and WebSockets that runs `app`, with nothing of signals."""
+    return _Listener(
+        uvicorn.Config(
+            app,
+            http=HttpProtocol,
+            # Waits for slow readers since uvicorn 0.53.
+            ws="websockets-sansio",
+            # Frames up to here are read, to answer the longer ones among them; beyond it the socket ends.
+            ws_max_size=2 * MOST_FRAME_BYTES,
+            # Pings are for proxies, which close a silent connection; a client may be slow to answer.
+            ws_ping_timeout=None,
+            ws_per_message_deflate=False,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_SECONDS_TO_KEEP_IDLE_CONNECTIONS,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=_SECONDS_TO_SEND_LAST_BYTES,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+        )
+    )
+
+
 class _Life:
     """One run of the server."""
 
@@ -110,24 +140,7 @@ class _Life:
         self._throughput = Throughput()
         self._asked_to_stop = asyncio.Event()
         self._asked_again = asyncio.Event()
-        self._http = _Listener(
-            uvicorn.Config(
-                app,
-                http=HttpProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_SECONDS_TO_KEEP_IDLE_CONNECTIONS,
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=_SECONDS_TO_SEND_LAST_BYTES,
-                ssl_certfile=options.ssl_certfile,
-                ssl_keyfile=options.ssl_keyfile,
-                ssl_ca_certs=options.ssl_ca_certs,
-                ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
-            )
-        )
+        self._http = http_server(app, options)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -140,6 +153,9 @@ class _Life:
             return await self._until_stop()
         finally:
             self._state.draining = True
+            if self._state.frames:
+                # The HTTP server closes a WebSocket at once, whatever is still to be sent on it.
+                await asyncio.wait(self._state.frames, timeout=_SECONDS_TO_SEND_LAST_BYTES)
             self._http.should_exit = True
             reporting.cancel()
             if self._serving is not None:

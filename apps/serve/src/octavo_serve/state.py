@@ -1,5 +1,6 @@
 """State that all routes share: the engine, the names it goes by, and the streams of clients."""
 
+import asyncio
 import itertools
 import tempfile
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginecore.frontend.openai import NoVocabulary, Vocabulary
+from octavo_serve.auth import Keys
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
 from octavo_serve.limits import Limits
@@ -46,6 +48,9 @@ class ServerState:
         """The server is going to end: nothing new is taken."""
         self.streams: set[RequestStream] = set()
         """Of each HTTP request that generates and whose answer is not complete."""
+        self.frames: set[asyncio.Task[None]] = set()
+        """Requests on WebSockets whose last frame is not sent."""
+        self.keys = Keys(options.keys())
         self.numbers = itertools.count()
         """Makes request ids unique."""
 
@@ -69,6 +74,11 @@ class ServerState:
         if not self.engine.takes_requests:
             return "the model is loading"
         return None
+
+    def require_ready(self) -> None:
+        """Raise ApiError (503) if no request can be taken now."""
+        if self.refusal is not None:
+            raise ApiError(503, self.refusal)
 
     @property
     def frontend(self) -> "Frontend":
@@ -102,15 +112,14 @@ class ServerState:
     ) -> AsyncGenerator["RequestStream"]:
         """Submit all requests, or none; what has not finished when the context is left is aborted.
 
-        `key` is the name of the client's key. What goes on with an HTTP request that was let in already is not
+        `key` is the name of the client's key. What goes on with a request that was let in already is not
         refused for a full queue.
 
         Raises:
             RequestError: a request cannot be run as asked.
             ApiError: 503, no request can be taken now; 429, too many wait, or this client has too many.
         """
-        if self.refusal is not None:
-            raise ApiError(503, self.refusal)
+        self.require_ready()
         config, stats = self.engine.config, self.engine.stats
         seats = 0 if stats.waiting else config.max_num_seqs * len(config.local_ranks)
         if not goes_on:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from enginecore.config import EngineConfig
     from enginecore.core.piped_ranks import PipedRanks
     from enginecore.core.supervisor import RankSupervisor
+    from enginecore.data_parallel.views import EngineWatch
     from enginecore.engine import Engine, LLMEngine, make_engine
     from enginecore.frontend.frontend import Frontend
     from enginecore.frontend.request import Prompt, Request
@@ -45,6 +46,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
+    "EngineWatch": "data_parallel.views",
     "Frontend": "frontend.frontend",
     "LLM": "llm",
     "LLMEngine": "engine",
@@ -79,6 +81,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
+    "EngineWatch",
     "Frontend",
     "LLMEngine",
     "LogitsProcessor",

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -17,6 +18,7 @@ from enginecore.core.board import Board
 from enginecore.core.supervisor import RankSupervisor
 from enginecore.data_parallel.dispatcher import Dispatcher
 from enginecore.data_parallel.messages import CoordinatorAddress
+from enginecore.data_parallel.views import EngineWatch
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
@@ -107,6 +109,7 @@ class AsyncEngine:
         self._waiting: set[str] = set()
         """Ids of requests that wait for their first step."""
         self._unfinished: dict[str, tuple[RequestState, RequestStream]] = {}
+        self._watch = EngineWatch()
         self._number = number
         self._ranks: RankSource = ranks or RankSupervisor(config)
         self._boards: dict[int, Board] = {}
@@ -279,6 +282,25 @@ class AsyncEngine:
         dispatcher, _ = self._running()
         return await dispatcher.expert_loads()
 
+    @contextmanager
+    def watch(self) -> Generator[EngineWatch]:
+        """Have the ranks tell of their steps and blocks, until the last one leaves this context.
+
+        Nothing of that is recorded or sent while nobody watches.
+        """
+        watch = self._watch
+        watch.watchers += 1
+        if watch.watchers == 1 and self._dispatcher is not None:
+            self._dispatcher.watch(True)
+        try:
+            yield watch
+        finally:
+            watch.watchers -= 1
+            if not watch.watchers:
+                watch.ranks.clear()
+                if self._dispatcher is not None:
+                    self._dispatcher.watch(False)
+
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not finished."""
@@ -310,6 +332,9 @@ class AsyncEngine:
             )
             self._dispatcher = dispatcher
             dispatcher.on_outputs = self._deliver
+            dispatcher.on_view = self._watch.update
+            if self._watch.watchers:
+                dispatcher.watch(True)
             dispatcher.on_change = self._on_change
             dispatcher.on_failure = self._end
             self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))

@@ -87,7 +87,15 @@ class ReportExpertLoads(msgspec.Struct, tag="report_expert_loads", array_like=Tr
     """Front-end to core: answered with `ExpertLoads`."""
 
 
-FrontendMessage = AddRequest | AbortRequests | ResetPrefixCache | FollowPrefixes | ReportExpertLoads
+class WatchSteps(msgspec.Struct, tag="watch_steps", array_like=True):
+    """Front-end to core: send `StepsView` from now on, or no longer."""
+
+    on: bool
+
+
+FrontendMessage = (
+    AddRequest | AbortRequests | ResetPrefixCache | FollowPrefixes | ReportExpertLoads | WatchSteps
+)
 
 
 class PositionLogprobs(NamedTuple):
@@ -235,7 +243,27 @@ class KVEvents(msgspec.Struct, tag="kv_events", array_like=True):
     """Whether all keys of before have gone; it comes before the others."""
 
 
-CoreMessage = Outputs | KVEvents | ExpertLoads
+STEP_COLUMNS = ("prefill", "decode", "rows", "idle", "plan", "run", "deliver")
+"""Columns of `StepsView.steps`: tokens of prompts and of generation; rows; and seconds since the step before:
+without work, in planning and taking requests in, in the workers, and in handing tokens out."""
+
+WATCHED_STEPS = 200
+"""Steps that are kept for who watches."""
+
+
+class StepsView(msgspec.Struct, tag="steps_view", array_like=True):
+    """Core to front-end: what a page shows of an engine beside `EngineStats`."""
+
+    steps: NDArray[np.float32]
+    """[n, STEP_COLUMNS]: those since the last view, of which the newest 200."""
+    blocks: NDArray[np.int8] | None = None
+    """[cells]: states of the KV cache's blocks as `BlockPool.states` has them, or, in a large pool, the most
+    frequent one of as many consecutive blocks each; None where the view before is recent."""
+    totals: list[int] = []
+    """Blocks by state, with `blocks`."""
+
+
+CoreMessage = Outputs | KVEvents | ExpertLoads | StepsView
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -246,6 +246,35 @@ class Metrics:
             for sample in family.samples
         )
 
+    def latencies(self) -> dict[str, list[tuple[float, int]]]:
+        """Return how many times to first token, `ttft`, and between tokens, `itl`, were how long.
+
+        Each is a list of upper bounds in seconds, the last infinite, with the values up to there and above
+        the bound before, of all processes and ranks since the start.
+        """
+        names = {self._name_of("time_to_first_token_seconds"): "ttft"}
+        names[self._name_of("inter_token_latency_seconds")] = "itl"
+        totals: dict[str, dict[float, int]] = {short: {} for short in names.values()}
+        for family in self._counted():
+            if family.name not in names:
+                continue
+            total = totals[names[family.name]]
+            for sample in family.samples:
+                if "le" in sample.labels:
+                    bound = float(sample.labels["le"])
+                    total[bound] = total.get(bound, 0) + int(sample.value)
+        found = {}
+        for short, total in totals.items():
+            bounds = sorted(total)
+            counts = [total[bound] for bound in bounds]
+            found[short] = [
+                (bound, count - before) for bound, count, before in zip(bounds, counts, [0, *counts])
+            ]
+        return found
+
+    def _name_of(self, name: str) -> str:
+        return f"{self._prefix}{name}"
+
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return prometheus_client.generate_latest(self)

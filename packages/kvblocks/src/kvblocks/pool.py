@@ -41,6 +41,10 @@ class PoolStats:
     evicted: int = 0
 
 
+BLANK, CACHED, USED, SHARED = range(4)
+"""States of a block, in `BlockPool.states`."""
+
+
 class Match(NamedTuple):
     """Blocks found by their keys, int32 [n], and their stamps then, int64 [n], to see lost keys by."""
 
@@ -111,6 +115,14 @@ class BlockPool:
         view = self._refcounts.view()
         view.flags.writeable = False
         return view
+
+    def states(self) -> NDArray[np.int8]:
+        """State of each block, int8 [num_blocks]: BLANK, CACHED, USED (one reference) or SHARED (more)."""
+        references = self._refcounts
+        states = np.minimum(references, 2).astype(np.int8)
+        # USED is 2 and SHARED 3; among the free ones CACHED is 1.
+        states += (references > 0) | self._published
+        return states
 
     def allocate(self, n: int) -> NDArray[np.int32]:
         """Take `n` free blocks, int32 [n], with one reference each.

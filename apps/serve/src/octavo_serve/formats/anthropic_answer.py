@@ -42,6 +42,8 @@ def message(head: Head, body: ChatBody, output: RequestOutput, parsers: Parsers)
 class MessageEvents:
     """Encodes the outputs of a request, which come with DELTA, as events of a stream."""
 
+    closing = b""
+
     def __init__(self, head: Head, body: ChatBody, prompt: Prompt, parsers: Parsers) -> None:
         self._head = head
         self._prompt_tokens = len(prompt.token_ids)
@@ -51,7 +53,7 @@ class MessageEvents:
         self._started = False
         self._ended = False
 
-    def encode(self, prompt: int, output: RequestOutput) -> bytes:
+    def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
         """Return the events for an output."""
         events = self._start()
         for sample in output.outputs:
@@ -59,15 +61,19 @@ class MessageEvents:
             events += self._told(self._blocks.push(self._deltas.push(sample.text)))
             if sample.finish_reason is not None:
                 events += self._finish(sample)
-        return b"".join(events)
+        return events
 
-    def end(self) -> bytes:
+    def end(self) -> list[bytes]:
         """Return what follows the last output."""
-        return _event({"type": "message_stop"})
+        return [_event({"type": "message_stop"})]
 
-    def abort(self) -> bytes:
+    def abort(self) -> list[bytes]:
         """Return the last events of an answer that the server gives up."""
-        return b"".join([*self._start(), *self._finish(CompletionOutput(0, finish_reason="abort"))])
+        return [*self._start(), *self._finish(CompletionOutput(0, finish_reason="abort"))]
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of what has been encoded."""
+        return _usage(self._prompt_tokens, self._output_tokens)
 
     def error(self, error: ApiError) -> bytes:
         """Return the event that ends a stream which has begun."""

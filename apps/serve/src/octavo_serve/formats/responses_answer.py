@@ -44,6 +44,8 @@ def response(asked: Asked, output: RequestOutput) -> dict[str, Any]:
 class ResponseEvents:
     """Encodes the outputs of a request, which come with DELTA, as events of a stream."""
 
+    closing = b""
+
     def __init__(self, asked: Asked, keep: Callable[[Mapping[str, Any]], None]) -> None:
         """`keep` is given the whole response once it is complete."""
         self._asked = asked
@@ -57,7 +59,7 @@ class ResponseEvents:
         self._started = False
         self._ended = False
 
-    def encode(self, prompt: int, output: RequestOutput) -> bytes:
+    def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
         """Return the events for an output."""
         events = self._start()
         self._cached_tokens = output.num_cached_tokens or self._cached_tokens
@@ -68,15 +70,19 @@ class ResponseEvents:
             events += self._told(self._blocks.push(self._deltas.push(sample.text)), new)
             if sample.finish_reason is not None:
                 events += self._finish(sample)
-        return b"".join(events)
+        return events
 
-    def end(self) -> bytes:
+    def end(self) -> list[bytes]:
         """Return what follows the last output: nothing."""
-        return b""
+        return []
 
-    def abort(self) -> bytes:
+    def abort(self) -> list[bytes]:
         """Return the last events of an answer that the server gives up."""
-        return b"".join([*self._start(), *self._finish(CompletionOutput(0, finish_reason="abort"))])
+        return [*self._start(), *self._finish(CompletionOutput(0, finish_reason="abort"))]
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of what has been encoded."""
+        return _usage(len(self._asked.prompt.token_ids), self._output_tokens, self._cached_tokens)
 
     def error(self, error: ApiError) -> bytes:
         """Return the events that end a stream which has begun."""
@@ -99,8 +105,7 @@ class ResponseEvents:
         held = [*self._blocks.push(self._deltas.finish()), *self._blocks.finish()]
         events = self._told(held, [])
         ending = _ending(sample.finish_reason, self._items)
-        tokens = len(self._asked.prompt.token_ids), self._output_tokens, self._cached_tokens
-        whole = {**_shell(self._asked), **ending, "output": self._items, "usage": _usage(*tokens)}
+        whole = {**_shell(self._asked), **ending, "output": self._items, "usage": self.usage()}
         self._keep(whole)
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
 

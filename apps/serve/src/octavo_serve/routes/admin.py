@@ -9,6 +9,6 @@ from octavo_serve.routes.requests import server_of
 async def reset_prefix_cache(request: Request) -> Response:
     """Have all ranks forget cached prefixes that no request uses."""
     server = server_of(request)
-    server.frontend  # noqa: B018 - 503 while the model loads
+    server.require_ready()
     await server.engine.reset_prefix_cache()
     return Response()

@@ -1,21 +1,21 @@
-"""POST /v1/completions and /v1/chat/completions."""
+"""POST /v1/completions and /v1/chat/completions, and what they share with other APIs and the WebSocket."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from enginecore import Prompt, Request, RequestOutput, SamplingParams
+from enginecore import Prompt, Request, RequestOutput, RequestStream, SamplingParams
 from enginecore.errors import RequestAbortedError, RequestError
 from enginecore.frontend import openai
 from octavo_serve.access import RequestRecord, record_of
 from octavo_serve.auth import key_name
-from octavo_serve.chunks import ChatChunks, CompletionChunks
+from octavo_serve.chunks import EVENT, ChatChunks, CompletionChunks, Framing, line_safe
 from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.beams import search_beams
@@ -26,30 +26,40 @@ _EACH_WORD = 256
 """Characters of a long text that take as long to tokenise as a word that is by itself."""
 
 
-class _Prepared(NamedTuple):
-    """What takes time to make of sampling parameters, by its names in `Request`."""
+class Client(NamedTuple):
+    """Who asks, as far as the answer, the log and the limits need it."""
 
-    bad_word_ids: list[list[int]] | None
-    grammar: str | None
+    id: str
+    """That the answer carries."""
+    record: RequestRecord
+    key: str | None
+    """Name of the client's key."""
 
 
 class Events(Protocol):
     """Encodes the outputs of a request as events of its stream."""
 
-    def encode(self, prompt: int, output: RequestOutput) -> bytes:
-        """Return the events for an output of prompt number `prompt`; empty when there is nothing to tell."""
+    closing: bytes
+    """What follows the last event."""
+
+    def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
+        """Return the events for an output of prompt number `prompt`."""
         ...
 
-    def end(self) -> bytes:
-        """Return what follows the last output."""
+    def end(self) -> list[bytes]:
+        """Return the events that follow the last output."""
         ...
 
-    def abort(self) -> bytes:
+    def abort(self) -> list[bytes]:
         """Return the last events of what has not finished; `end` follows."""
         ...
 
     def error(self, error: ApiError) -> bytes:
         """Return the events that end a stream which has begun."""
+        ...
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of what has been encoded."""
         ...
 
 
@@ -60,29 +70,69 @@ class Job(NamedTuple):
     head: openai.Head
     body: openai.Body
     prompts: Sequence[Prompt]
-    events: Callable[[], Events]
+    params: SamplingParams | None
+    """None for a beam search."""
+    events: Callable[[Framing], Events]
     """Makes the encoder of a streamed answer."""
     answer: Callable[[Sequence[RequestOutput]], dict[str, Any]]
     """Makes the whole answer of the prompts' final outputs."""
-    record: RequestRecord
-    key: str | None
-    """Name of the client's key."""
+    client: Client
     shown_tokens: Sequence[str] = ()
     """Special tokens that the text shows."""
     fields: Mapping[str, str] = {}
     """Names that fields of `body` have in the API that it was asked by, where they have others."""
 
-    async def response(self, params: SamplingParams | None) -> Response:
-        """Return the response, streamed if the body asks for that; without `params`, of a beam search."""
-        if params is None:
+    def response(self) -> Response:
+        """Return the response, streamed if the body asks for that."""
+        if self.params is None:
             return JsonAnswer(_beam_answer(self))
-        requests = self._requests(params, await _prepared(self.server, self.body, params))
-        if self.body.stream:
-            return EventStream(lambda response: _events(self, requests, response))
-        return JsonAnswer(_whole_answer(self, requests))
+        return EventStream(lambda response: _events(self, response)) if self.body.stream else self._whole()
 
-    def _requests(self, params: SamplingParams, prepared: _Prepared) -> list[Request]:
-        server, body = self.server, self.body
+    def _whole(self) -> Response:
+        return JsonAnswer(_whole_answer(self))
+
+    async def stream(
+        self,
+        events: Events,
+        started: Callable[[], bool],
+        opened: Callable[[RequestStream], None] = lambda stream: None,
+    ) -> AsyncGenerator[list[bytes]]:
+        """Yield the events of each output; leaving early aborts what has not finished.
+
+        `started` says whether the client has been told something: then an abort is the last event of each
+        choice, and until then it is raised. `opened` is given the stream, for who wants to interrupt it.
+
+        Raises:
+            RequestError: a request cannot be run as asked.
+            RequestAbortedError: it was aborted before anything was sent.
+            ApiError, EngineDeadError: the engine cannot run it, or gave it up.
+        """
+        try:
+            with renaming(self.fields), openai.blaming(self.body):
+                requests = await self.requests()
+                async with self.server.open_stream(requests, self.client.key) as stream:
+                    opened(stream)
+                    async for index, output in stream:
+                        self.client.record.add(index, output)
+                        raise_failure(output)
+                        yield events.encode(index, output)
+        except RequestAbortedError:
+            if not started():
+                raise
+            yield events.abort()
+        yield events.end()
+
+    async def requests(self) -> list[Request]:
+        """Return a request for each prompt, once bad words are tokenised and a grammar is compiled.
+
+        Raises:
+            RequestError: one of these is wrong.
+        """
+        server, body, params = self.server, self.body, self.params
+        assert params is not None, "a beam search makes requests of its own"
+        bad_words, grammar = await _bad_words(server, params), None
+        if params.structured_outputs is not None:
+            grammar = await asyncio.to_thread(server.frontend.grammar, params)
         # Numbered, since two clients may choose the same id.
         return [
             Request(
@@ -91,55 +141,11 @@ class Job(NamedTuple):
                 openai.fit_default(body, params, len(prompt.token_ids), server.max_model_len),
                 body.priority or 0,
                 shown_tokens=self.shown_tokens,
-                **prepared._asdict(),
+                bad_word_ids=bad_words,
+                grammar=grammar,
             )
             for prompt in self.prompts
         ]
-
-
-async def create_completion(http: HttpRequest) -> Response:
-    """Continue one or several prompts."""
-    server = server_of(http)
-    frontend = server.frontend
-    fields = openai.decode(await read_body(http))
-    name = openai.model_name(fields, server.names)
-    body = openai.read_completion(fields, server.engine.config.max_logprobs)
-    params = None if body.use_beam_search else openai.completion_params(body, frontend.sampling_defaults)
-    texts = openai.completion_prompts(body.prompt)
-    openai.check_choices(len(texts), body.samples)
-    special = body.add_special_tokens is not False
-    prompts = await off_loop(
-        sum(map(len, texts)),
-        lambda: [
-            frontend.prepare_prompt(text, add_special_tokens=special, cache_salt=body.cache_salt)
-            for text in texts
-        ],
-    )
-    head = openai.Head(answer_id(http, "cmpl"), int(time.time()), name)
-    vocabulary = server.vocabulary
-    job = Job(
-        server,
-        head,
-        body,
-        prompts,
-        lambda: CompletionChunks(head, body, prompts, vocabulary),
-        lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
-        _record(http, head, body, prompts),
-        key_name(http.scope),
-    )
-    return await job.response(params)
-
-
-async def create_chat_completion(http: HttpRequest) -> Response:
-    """Answer a conversation."""
-    raw = await read_body(http)
-    chat = await prepare_chat(http, openai.decode(raw), len(raw), "chatcmpl")
-    head, body, prompt, parsers = chat.head, chat.body, chat.prompt, chat.parsers
-    vocabulary = chat.server.vocabulary
-    return await chat.response(
-        lambda: ChatChunks(head, body, prompt, vocabulary, parsers),
-        lambda output: openai.chat_answer(head, body, output, vocabulary, parsers),
-    )
 
 
 class Chat(NamedTuple):
@@ -152,44 +158,112 @@ class Chat(NamedTuple):
     params: SamplingParams | None
     """None for a beam search."""
     parsers: openai.Parsers
-    record: RequestRecord
-    key: str | None
-    """Name of the client's key."""
+    client: Client
 
-    async def response(
+    def job(
         self,
-        events: Callable[[], Events],
+        events: Callable[[Framing], Events],
         answer: Callable[[RequestOutput], dict[str, Any]],
         fields: Mapping[str, str] | None = None,
-    ) -> Response:
-        """Return the response, made by `answer`, or as a stream by what `events` returns.
+    ) -> Job:
+        """Return the job, answered by `answer`, or as a stream by what `events` returns.
 
         `fields` are the names that the chat's fields have in another API.
         """
-        job = Job(
+        return Job(
             self.server,
             self.head,
             self.body,
             [self.prompt],
+            self.params,
             events,
             lambda outputs: answer(outputs[0]),
-            self.record,
-            self.key,
+            self.client,
             self.parsers.special_tokens,
             fields or {},
         )
-        return await job.response(self.params)
 
 
-async def prepare_chat(http: HttpRequest, fields: dict[str, Any], size: int, prefix: str) -> Chat:
-    """Return the conversation that a chat's `fields` ask for.
-
-    `size` is that of the request's body, in bytes, and the answer's id begins with `prefix`. Raises as the
-    conversion of bodies does.
-    """
+async def create_completion(http: HttpRequest) -> Response:
+    """Continue one or several prompts."""
     server = server_of(http)
+    server.require_ready()
+    fields = openai.decode(await read_body(http))
+    return (await prepare_completion(server, fields, client_of(http, "cmpl"))).response()
+
+
+async def create_chat_completion(http: HttpRequest) -> Response:
+    """Answer a conversation."""
+    server = server_of(http)
+    server.require_ready()
+    raw = await read_body(http)
+    job = await prepare_chat_completion(server, openai.decode(raw), len(raw), client_of(http, "chatcmpl"))
+    return job.response()
+
+
+def client_of(http: HttpRequest, prefix: str) -> Client:
+    """Return who sent an HTTP request; the id of the answer begins with `prefix`."""
+    return Client(answer_id(http, prefix), record_of(http), key_name(http.scope))
+
+
+async def prepare_completion(server: ServerState, fields: Mapping[str, Any], client: Client) -> Job:
+    """Return the job of a completions body, decoded as `fields`.
+
+    Raises:
+        RequestError: with the field at fault as its `param`.
+        ApiError: 503, no request can be taken now.
+    """
     frontend = server.frontend
-    name = openai.model_name(fields, server.names)
+    model = openai.model_name(fields, server.names)
+    body = openai.read_completion(fields, server.engine.config.max_logprobs)
+    params = None if body.use_beam_search else openai.completion_params(body, frontend.sampling_defaults)
+    texts = openai.completion_prompts(body.prompt)
+    openai.check_choices(len(texts), body.samples)
+    special = body.add_special_tokens is not False
+    prompts = await off_loop(
+        sum(map(len, texts)),
+        lambda: [
+            frontend.prepare_prompt(text, add_special_tokens=special, cache_salt=body.cache_salt)
+            for text in texts
+        ],
+    )
+    head = openai.Head(client.id, int(time.time()), model)
+    vocabulary = server.vocabulary
+    client.record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], body.samples)
+    return Job(
+        server,
+        head,
+        body,
+        prompts,
+        params,
+        lambda framing: CompletionChunks(head, body, prompts, vocabulary, framing),
+        lambda outputs: openai.completion_answer(head, body, outputs, vocabulary),
+        client,
+    )
+
+
+async def prepare_chat_completion(
+    server: ServerState, fields: Mapping[str, Any], size: int, client: Client
+) -> Job:
+    """Return the job of a chat body of `size` bytes; else as `prepare_completion`."""
+    chat = await prepare_chat(server, fields, size, client)
+    head, body, prompt, parsers, vocabulary = (
+        chat.head,
+        chat.body,
+        chat.prompt,
+        chat.parsers,
+        server.vocabulary,
+    )
+    return chat.job(
+        lambda framing: ChatChunks(head, body, prompt, vocabulary, parsers, framing),
+        lambda output: openai.chat_answer(head, body, output, vocabulary, parsers),
+    )
+
+
+async def prepare_chat(server: ServerState, fields: Mapping[str, Any], size: int, client: Client) -> Chat:
+    """Return the conversation of a chat body of `size` bytes; raises as `prepare_completion`."""
+    frontend = server.frontend
+    model = openai.model_name(fields, server.names)
     body = openai.read_chat(fields, server.engine.config.max_logprobs)
     parsers = openai.parsers_of(body, frontend.parsers)
     params = None if body.use_beam_search else openai.chat_params(body, frontend.sampling_defaults)
@@ -199,9 +273,9 @@ async def prepare_chat(http: HttpRequest, fields: dict[str, Any], size: int, pre
             size,
             lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
         )
-    head = openai.Head(answer_id(http, prefix), int(time.time()), name)
-    record = _record(http, head, body, [prompt])
-    return Chat(server, head, body, prompt, params, parsers, record, key_name(http.scope))
+    head = openai.Head(client.id, int(time.time()), model)
+    client.record.begin(head.id, [len(prompt.token_ids)], body.samples)
+    return Chat(server, head, body, prompt, params, parsers, client)
 
 
 @contextmanager
@@ -216,65 +290,45 @@ def renaming(fields: Mapping[str, str]) -> Generator[None]:
         raise RequestError(str(error), name, error.code) from error
 
 
-def _record(
-    http: HttpRequest, head: openai.Head, body: openai.Body, prompts: Sequence[Prompt]
-) -> RequestRecord:
-    record = record_of(http)
-    record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], body.samples)
-    return record
-
-
-async def _prepared(server: ServerState, body: openai.Body, params: SamplingParams) -> _Prepared:
-    """Tokenise the bad words, each by itself, and compile the grammar, in a thread."""
-    words, grammar = params.bad_words, None
+async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[int]] | None:
+    """Return the tokens of the bad words, each of which is tokenised by itself."""
+    words = params.bad_words
     cost = sum(len(word) + _EACH_WORD for word in words)
-    ids = await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
-    if params.structured_outputs is not None:
-        with openai.blaming(body):
-            grammar = await asyncio.to_thread(server.frontend.grammar, params)
-    return _Prepared(ids, grammar)
+    return await off_loop(cost, lambda: server.frontend.bad_word_ids(params)) if words else None
 
 
 async def _beam_answer(job: Job) -> bytes:
     with openai.blaming(job.body):
-        outputs = await search_beams(job.server, job.head, job.body, job.prompts, job.key)
+        outputs = await search_beams(job.server, job.head, job.body, job.prompts, job.client.key)
     for index, output in enumerate(outputs):
-        job.record.add(index, output)
+        job.client.record.add(index, output)
     return msgspec.json.encode(job.answer(outputs))
 
 
-async def _whole_answer(job: Job, requests: Sequence[Request]) -> bytes:
+async def _whole_answer(job: Job) -> bytes:
     outputs: dict[int, RequestOutput] = {}
     with renaming(job.fields), openai.blaming(job.body):
-        async with job.server.open_stream(requests, job.key) as stream:
+        requests = await job.requests()
+        async with job.server.open_stream(requests, job.client.key) as stream:
             async for index, output in stream:
-                job.record.add(index, output)
+                job.client.record.add(index, output)
                 raise_failure(output)
                 outputs[index] = output
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(requests))]))
 
 
-async def _events(
-    job: Job, requests: Sequence[Request], response: EventStream
-) -> AsyncGenerator[bytes, None]:
+async def _events(job: Job, response: EventStream) -> AsyncGenerator[bytes, None]:
     """Yield a stream's events; an error is raised while nothing was sent, and is an event later."""
-    events = job.events()
+    events = job.events(EVENT)
     try:
-        with renaming(job.fields), openai.blaming(job.body):
-            async with job.server.open_stream(requests, job.key) as stream:
-                async for index, output in stream:
-                    job.record.add(index, output)
-                    raise_failure(output)
-                    encoded = events.encode(index, output)
-                    if encoded:
-                        yield encoded
-    except RequestAbortedError:
-        if not response.started:
-            raise
-        yield events.abort()
+        async with aclosing(job.stream(events, lambda: response.started)) as stream:
+            async for encoded in stream:
+                if encoded:
+                    yield line_safe(b"".join(encoded))
     except Exception as error:
         if not response.started:
             raise
         yield events.error(as_api_error(error))
         return
-    yield events.end()
+    if events.closing:
+        yield events.closing

@@ -6,23 +6,23 @@ from starlette.responses import JSONResponse, Response
 from enginecore.frontend import openai
 from octavo_serve.formats import anthropic_answer
 from octavo_serve.formats.anthropic_body import CountBody, MessagesBody, chat_fields
-from octavo_serve.routes.generate import prepare_chat
+from octavo_serve.routes.generate import client_of, prepare_chat
 from octavo_serve.routes.requests import off_loop, read_body, server_of
 
 
 async def create_message(http: HttpRequest) -> Response:
     """Answer a conversation."""
     server = server_of(http)
-    server.frontend  # noqa: B018 - 503 while the model loads, whatever the body
+    server.require_ready()
     raw = await read_body(http)
     fields = openai.decode(raw)
     name = openai.model_name(fields, server.names)
     body = openai.convert(fields, MessagesBody)
-    chat = await prepare_chat(http, {"model": name, **chat_fields(body)}, len(raw), "msg")
-    return await chat.response(
-        lambda: anthropic_answer.MessageEvents(chat.head, chat.body, chat.prompt, chat.parsers),
+    chat = await prepare_chat(server, {"model": name, **chat_fields(body)}, len(raw), client_of(http, "msg"))
+    return chat.job(
+        lambda framing: anthropic_answer.MessageEvents(chat.head, chat.body, chat.prompt, chat.parsers),
         lambda output: anthropic_answer.message(chat.head, chat.body, output, chat.parsers),
-    )
+    ).response()
 
 
 async def count_tokens(http: HttpRequest) -> Response:

@@ -14,7 +14,7 @@ from octavo_serve.formats import responses_answer
 from octavo_serve.formats.responses_answer import Asked, ResponseEvents
 from octavo_serve.formats.responses_body import Item, ResponsesBody, chat_fields, check, input_items
 from octavo_serve.response_store import ResponseStore, StoredResponse
-from octavo_serve.routes.generate import prepare_chat, renaming
+from octavo_serve.routes.generate import client_of, prepare_chat, renaming
 from octavo_serve.routes.requests import read_body, server_of
 
 _FIELDS = {
@@ -29,7 +29,7 @@ _FIELDS = {
 async def create_response(http: HttpRequest) -> Response:
     """Answer an input, as the next turn after the response that it names if it names one."""
     server = server_of(http)
-    server.frontend  # noqa: B018 - 503 while the model loads, whatever the body
+    server.require_ready()
     raw = await read_body(http)
     fields = openai.decode(raw)
     name = openai.model_name(fields, server.names)
@@ -37,7 +37,8 @@ async def create_response(http: HttpRequest) -> Response:
     check(body)
     items = await _history(server.stored, body.previous_response_id) + input_items(body)
     with renaming(_FIELDS):
-        chat = await prepare_chat(http, {"model": name, **chat_fields(body, items)}, len(raw), "resp")
+        chat_body = {"model": name, **chat_fields(body, items)}
+        chat = await prepare_chat(server, chat_body, len(raw), client_of(http, "resp"))
     asked = Asked(chat.head, body, chat.body, chat.prompt, chat.parsers, server.vocabulary)
 
     def keep(response: Mapping[str, Any]) -> None:
@@ -49,7 +50,7 @@ async def create_response(http: HttpRequest) -> Response:
         keep(response)
         return response
 
-    return await chat.response(lambda: ResponseEvents(asked, keep), answer, _FIELDS)
+    return chat.job(lambda framing: ResponseEvents(asked, keep), answer, _FIELDS).response()
 
 
 async def show_response(http: HttpRequest) -> Response:

@@ -36,6 +36,7 @@ from enginecore.core.identity import NUMBER_BITS, NUMBER_MASK
 from enginecore.core.lockstep import Lockstep
 from enginecore.core.ngram import NgramProposer
 from enginecore.core.policies import make_policy
+from enginecore.core.step_log import PLAN, RUN, StepLog, block_map
 from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, LoadReport, RankPlace
 from enginecore.data_parallel.prefixes import all_keys, kv_events, request_salt
@@ -50,6 +51,7 @@ from enginecore.messages import (
     Outputs,
     PooledRows,
     PositionLogprobs,
+    StepsView,
 )
 from enginecore.model_files import ModelFiles
 from enginecore.plugins import import_all
@@ -208,6 +210,8 @@ class EngineCore:
         self._step_seconds = 0.0
         """Duration of the last step."""
         self._request_salts = itertools.count()
+        self.step_log: StepLog | None = None
+        """Where steps are recorded, while somebody watches."""
 
     @property
     def has_work(self) -> bool:
@@ -327,6 +331,10 @@ class EngineCore:
         step = self._in_flight[0]
         result = self._executor.collect()
         plan = self._ended(step).plan
+        if self.step_log is not None:
+            self.step_log.spent(RUN)
+            if len(plan.rows):
+                self.step_log.ran(plan)
         if self.lockstep is not None and result.unfinished is not None:
             self.lockstep.answer(result.unfinished)
         if not len(plan.rows):
@@ -422,7 +430,11 @@ class EngineCore:
                 alone = bool(self._alone) and step.handles.tolist() == [self._alone[0]]
                 handles = [other.handles for other in self._in_flight]
                 self._board.begin_step(handles, plan.num_tokens, alone)
+            if self.step_log is not None:
+                self.step_log.spent(PLAN)
             self._executor.submit(step_input)
+            if self.step_log is not None:
+                self.step_log.spent(RUN)
 
     def _lockstep_input(self, plan: StepPlan, lockstep: Lockstep) -> StepInput:
         empty = not len(plan.rows)
@@ -476,6 +488,16 @@ class EngineCore:
             num_accepted_tokens=counters.num_accepted_tokens,
             step_buckets=counters.step_buckets.copy(),
         )
+
+    def steps_view(self, *, with_blocks: bool) -> StepsView:
+        """Return what `step_log` has recorded since the last call, and a map of the KV cache's blocks."""
+        assert self.step_log is not None, "nobody watches"
+        view = StepsView(self.step_log.drain())
+        if with_blocks:
+            states = self._memory.pool.states()
+            view.blocks = block_map(states)
+            view.totals = np.bincount(states, minlength=4).tolist()
+        return view
 
     def load_report(self, rank: int, at: float) -> LoadReport:
         """Return the state for the coordinator; `at` is when requests were last taken in."""

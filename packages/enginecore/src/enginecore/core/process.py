@@ -25,6 +25,7 @@ from enginecore.codec import Decoder, Encoder
 from enginecore.core.board import Board
 from enginecore.core.identity import frontend_identity, frontend_number
 from enginecore.core.settings import CoreSettings
+from enginecore.core.watchers import Watchers
 from enginecore.data_parallel.messages import RegisterRank
 from enginecore.errors import EngineDeadError, OctavoError
 from enginecore.messages import (
@@ -39,6 +40,7 @@ from enginecore.messages import (
     Ready,
     ReportExpertLoads,
     ResetPrefixCache,
+    WatchSteps,
 )
 from enginecore.model_files import locate
 from enginecore.parent import end_with_parent, private_stdout
@@ -75,6 +77,7 @@ class CoreServer:
         self._clients: set[int] = set()
         self._followers: set[int] = set()
         """Clients that follow the prefix cache."""
+        self._watchers = Watchers(core)
         self._read_at = time.monotonic()
         """When what front-ends have sent was last taken in."""
         self._ends = socket.get_monitor_socket(zmq.Event.DISCONNECTED)
@@ -101,6 +104,8 @@ class CoreServer:
                 due = _SECONDS_BETWEEN_BEATS if self._link is None else self._link.due()
                 poller.poll(math.ceil(1000 * min(due, _SECONDS_BETWEEN_BEATS)))
                 self._core.check_workers()
+                self._watchers.waited()
+                self._tell_watchers()
             self._read()
             self._forget_gone()
             if self._core.has_work:
@@ -130,6 +135,14 @@ class CoreServer:
         for client, mine in outputs.items():
             self._send(client, mine)
         self._tell_followers()
+        self._watchers.stepped()
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        view = self._watchers.view()
+        if view is not None:
+            for client in list(self._watchers.clients):
+                self._send(client, view)
 
     def _tell_followers(self) -> None:
         if not self._followers:
@@ -161,6 +174,8 @@ class CoreServer:
                 self._send(client, self._core.cached_prefixes())
             case ReportExpertLoads():
                 self._send(client, ExpertLoads(self._core.expert_loads()))
+            case WatchSteps(on=on):
+                (self._watchers.add if on else self._watchers.discard)(client)
 
     def _forget_gone(self) -> None:
         """Drop the requests of front-ends whose connection has ended."""
@@ -180,6 +195,7 @@ class CoreServer:
                 raise
             self._clients.discard(client)
             self._followers.discard(client)
+            self._watchers.discard(client)
             self._core.forget(client)
 
 

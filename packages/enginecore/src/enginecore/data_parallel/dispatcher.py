@@ -31,6 +31,8 @@ from enginecore.messages import (
     RankOut,
     RankUp,
     ReportExpertLoads,
+    StepsView,
+    WatchSteps,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,9 @@ class Dispatcher:
         """Why a rank could not load the model."""
         self.on_outputs: Callable[[int, Outputs], None] = lambda rank, outputs: None
         """Called with each rank's outputs."""
+        self.on_view: Callable[[int, StepsView], None] = lambda rank, view: None
+        """Called with each rank's views, while they are watched."""
+        self._watched = False
         self.on_change: Callable[[], None] = lambda: None
         """Called when a rank is up, down or out."""
         self.on_failure: Callable[[str], None] = lambda reason: None
@@ -197,6 +202,11 @@ class Dispatcher:
         for rank in self._up.values():
             rank.client.send(message)
 
+    def watch(self, on: bool) -> None:
+        """Have `on_view` called from now on, or no longer."""
+        self._watched = on
+        self.broadcast(WatchSteps(on))
+
     async def expert_loads(self) -> NDArray[np.int64] | None:
         """Return how many tokens went to each expert on the ranks that are up, since each was started.
 
@@ -228,6 +238,8 @@ class Dispatcher:
             if self._prefixes is None:
                 self._prefixes = PrefixView(self._all, event.limits.block_size)
             client.send(FollowPrefixes())
+        if self._watched:
+            client.send(WatchSteps(True))
         waiting, self._waiting = self._waiting, []
         now = time.monotonic()
         for since, messages in waiting:
@@ -296,6 +308,8 @@ class Dispatcher:
                         self._take_outputs(rank, message)
                     case ExpertLoads():
                         self._up[rank].expert_loads.put_nowait(message)
+                    case StepsView():
+                        self.on_view(rank, message)
                     case KVEvents() if self._prefixes is not None:
                         self._prefixes.update(rank, message)
             except Exception as error:
