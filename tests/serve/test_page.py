@@ -172,6 +172,17 @@ def test_sampling_settings_go_with_the_request(page):
     assert page.eval("document.activeElement.id") == "top_p"
 
 
+def test_an_answer_follows_a_json_schema(page):
+    ready(page)
+    page.click("#structured")
+    schema = {"enum": ["It is tall.", "It is small."]}
+    page.eval(f"document.querySelector('#schema').value = {json.dumps(json.dumps(schema))}")
+    page.eval("document.querySelector('#temperature').value = 0")
+    ask(page, "Is the tree tall?")
+    page.wait_for(f"{FACTS}.length === 1 || document.querySelector('.message.failed') !== null")
+    assert json.loads(page.text(".message.assistant")) in schema["enum"]
+
+
 def test_a_refusal_of_the_server_is_shown(page):
     ready(page)
     page.click("#structured")

@@ -12,7 +12,7 @@ from test_validation import error_of
 from enginecore import CompletionOutput, Prompt, RequestOutput
 from enginecore.frontend import openai
 from enginecore.frontend.parsing import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from octavo_serve.chunks import ChatChunks
+from octavo_serve.chunks import DONE, EVENT, ChatChunks
 
 pytestmark = pytest.mark.anyio
 
@@ -340,9 +340,11 @@ async def test_an_answer_that_was_cut(client, hermes, end):
 async def test_text_that_is_held_comes_before_an_abort():
     parsers = Parsers(TOOL_PARSERS["hermes"])
     body = openai.convert({"messages": MESSAGES, "tools": [F]}, openai.ChatBody)
-    encoder = ChatChunks(openai.Head("x", 1, "m"), body, Prompt("hi", [1]), ByteTokenizer(), parsers)
+    head = openai.Head("x", 1, "m")
+    encoder = ChatChunks(head, body, Prompt("hi", [1]), ByteTokenizer(), parsers, EVENT)
     output = RequestOutput("r", "hi", [1], [CompletionOutput(0, "a <tool", [1])], False)
-    text = (encoder.encode(0, output) + encoder.abort() + encoder.end()).decode()
+    events = [*encoder.encode(0, output), *encoder.abort(), *encoder.end(), DONE]
+    text = b"".join(events).decode()
     choices = [chunk["choices"][0] for chunk in chunks(text)]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == "a <tool"
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "abort"]

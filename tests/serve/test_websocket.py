@@ -164,6 +164,7 @@ async def test_bad_frames_hurt_nothing_else(socket, engine):
         ("completion", {"prompt": "hi", "max_tokens": 0}, "max_tokens"),
         ("completion", {"prompt": "hi", "model": "other"}, "model"),
         ("completion", {"prompt": "hi", "stream": False}, "stream"),
+        ("completion", {"prompt": "hi", "use_beam_search": True, "n": 2}, "stream"),
         ("chat", {"messages": []}, "messages"),
         ("cancel", {}, "id"),
     ],
@@ -183,6 +184,14 @@ async def test_a_frame_beyond_the_limit(socket, engine, monkeypatch):
     assert engine.requests == []
     await socket.send("completion", "a", prompt="hi")
     assert text_of(await socket.until_end("a")) == "hi"
+
+
+async def test_a_frame_may_be_no_larger_than_a_body(engine):
+    app = create_app(cast(Any, engine), ServeConfig(max_body_bytes=500))
+    async with serving(app) as address, client(address) as socket:
+        await socket.send("completion", "a", prompt="x" * 600)
+        assert "larger than 500 bytes" in (await socket.error())["message"]
+        await works(socket)
 
 
 async def test_a_frame_far_beyond_the_limit_ends_its_own_socket_only(address, engine):
