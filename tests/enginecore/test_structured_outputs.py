@@ -178,6 +178,29 @@ def test_a_row_alone_is_the_row_in_a_batch(llm, model, options):
         )
 
 
+def test_drafts_change_nothing(llm, model):
+    """Prompts that hold the answers, so that drafts are many, and some are refused by the grammar."""
+    settings = [
+        {"structured_outputs": {"regex": "(12345678 |abc!)*"}, "temperature": 0, "max_tokens": 50},
+        {"structured_outputs": {"json": RandomSchemas(5).make(), "disable_any_whitespace": True}, "seed": 4},
+        {"structured_outputs": {"regex": "(yes, no, )*"}, "ignore_eos": True, "max_tokens": 60, "seed": 2},
+        {"temperature": 0, "max_tokens": 40},
+        {"structured_outputs": {"choice": ["12345678 12345679", "12345678 1"]}, "seed": 9},
+    ]
+    params = [SamplingParams(**({"temperature": 1.0, "max_tokens": 60} | each)) for each in settings]
+    prompts = [
+        "12345678 12345678 abc!abc!9 yes, no, yes, maybe, " + str(number) for number in range(len(params))
+    ]
+    plain = llm.generate(prompts, params, use_tqdm=False)
+    config = {"method": "ngram", "num_speculative_tokens": 5}
+    drafting = LLM(model, device="cpu", max_num_seqs=8, max_model_len=512, speculative_config=config)
+    drafted = drafting.generate(prompts, params, use_tqdm=False)
+    drafting.shutdown()
+    for one, other in zip(plain, drafted, strict=True):
+        assert other.outputs[0].token_ids == one.outputs[0].token_ids
+        assert other.outputs[0].finish_reason == one.outputs[0].finish_reason
+
+
 def test_samples_of_one_request_differ_and_all_have_the_form(llm):
     params = SamplingParams(
         n=8, temperature=1.5, seed=1, max_tokens=50, structured_outputs={"choice": ["ab", "abc", "abcd", "b"]}
