@@ -196,7 +196,7 @@ def test_a_step_costs_as_many_operations_whatever_the_rows(settings, bad_words, 
 def count_guided(rows, guided, settings, byte_tokenizer):
     """Operations of a decode step of which the first `guided` rows follow a grammar, started and drawn."""
     guides = Guides(rows, lambda: Grammars(byte_tokenizer, VOCAB, [257]), threads=1)
-    runner = make_runner(rows, torch.bfloat16, guides)
+    runner = make_runner(rows, torch.bfloat16, guides=guides)
     runner.run(admitting(rows, settings, [], guided))
     runner.run(decoding(rows, 2)).result()
     with Operations() as operations:
