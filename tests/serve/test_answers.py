@@ -226,5 +226,5 @@ async def test_the_answer_carries_the_clients_request_id(client, engine):
         return response.json()["id"]
 
     assert await answer_id("abc-1.2") == "cmpl-abc-1.2"
-    assert "bad" not in await answer_id("bad id")
+    assert "bad id" not in await answer_id("bad id")
     assert len(await answer_id("x" * 129)) == len("cmpl-") + 32
