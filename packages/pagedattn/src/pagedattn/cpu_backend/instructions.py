@@ -62,7 +62,7 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def start_amx(library: ctypes.CDLL) -> bool:
-    """Have the kernels use AMX where they were compiled for it, the system permits it, and its products are right.
+    """Have the kernels use AMX if they were compiled for it, the system permits it, and products are right.
 
     Return whether they do. Raises ValueError if they do not and OCTAVO_CPU_INSTRUCTIONS asks for it.
     """
@@ -79,7 +79,7 @@ def start_amx(library: ctypes.CDLL) -> bool:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Return the instruction sets that the system names, as in /proc/cpuinfo; none where there is no such file."""
+    """Return the instruction sets that /proc/cpuinfo names; none where there is no such file."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return frozenset()
