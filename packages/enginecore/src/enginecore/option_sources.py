@@ -13,7 +13,9 @@ from enginecore.errors import ConfigError
 
 PREFIX = "OCTAVO_"
 
-LIBRARY_VARIABLES = frozenset({"OCTAVO_ATTENTION_BACKEND", "OCTAVO_CACHE", "OCTAVO_NCCL_LIBRARY"})
+LIBRARY_VARIABLES = frozenset(
+    {"OCTAVO_ATTENTION_BACKEND", "OCTAVO_CACHE", "OCTAVO_CPU_INSTRUCTIONS", "OCTAVO_NCCL_LIBRARY"}
+)
 """Variables that pagedattn and collectives read themselves."""
 
 _SERVICE_NAMES = re.compile(

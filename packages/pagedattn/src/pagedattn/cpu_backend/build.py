@@ -1,4 +1,4 @@
-"""Compiles the C kernels at first use, for this CPU, and keeps them in the user's cache.
+"""Compiles the C kernels at first use, for this CPU (see `instructions`), and keeps them in the user's cache.
 
 The library calls nothing of torch but its OpenMP runtime, so it builds in seconds without torch's headers.
 """
@@ -21,16 +21,15 @@ from pathlib import Path
 import torch
 
 from pagedattn.backends import BackendUnavailable
+from pagedattn.cpu_backend.instructions import compiler_flags, start_amx
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
 CACHE_VARIABLE = "OCTAVO_CACHE"
-_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 _FLAGS = (
     "-std=gnu11",
     "-O3",
-    _NATIVE,
     "-fPIC",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -42,8 +41,15 @@ _FLAGS = (
 def load_library() -> ctypes.CDLL:
     """The compiled kernels, from the cache or made now.
 
-    Raises BackendUnavailable when there is no compiler or it fails; the message holds what it said.
+    Raises BackendUnavailable when there is no compiler or it fails; the message holds what it said. Raises
+    ValueError where OCTAVO_CPU_INSTRUCTIONS asks for what cannot be.
     """
+    library = _load()
+    start_amx(library)
+    return library
+
+
+def _load() -> ctypes.CDLL:
     cache_folder = _cache_folder()
     path = None if cache_folder is None else cache_folder / _key() / "kernels.so"
     _share_openmp()
@@ -96,7 +102,7 @@ def _cache_folder() -> Path | None:
 
 def _key() -> str:
     """Names a library by sources, flags and CPU; whichever compiler made it will do."""
-    digest = hashlib.sha256(repr((_FLAGS, _cpu())).encode())
+    digest = hashlib.sha256(repr((_FLAGS, compiler_flags(), _cpu())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:32]
@@ -135,7 +141,7 @@ def _compile(compiler: list[str], parent: Path, path: Path | None) -> ctypes.CDL
     folder = tempfile.mkdtemp(dir=parent)
     try:
         sources = sorted(SOURCES.glob("*.c"))
-        commands = [[*compiler, *_FLAGS, "-c", str(source)] for source in sources]
+        commands = [[*compiler, *_FLAGS, *compiler_flags(), "-c", str(source)] for source in sources]
         failed = _run([[*command, "-fopenmp"] for command in commands], folder)
         if failed:
             _check(_run(commands, folder), failed)

@@ -1,5 +1,6 @@
 /* Matrix products of rows with a weight that was packed for them, whatever the number of rows. */
 
+#include "amx.h"
 #include "linear.h"
 
 /* Words of a column by which weights are asked for before their use, where nothing has asked for them earlier. */
@@ -17,7 +18,7 @@
 /* Pieces of work are blocks of tiles times groups of panels. */
 typedef struct {
     const LinearCall *call;
-    int kind;
+    int kind, by_amx;
     int64_t words, packed_words; /* of a row, without and with what fills its last chunk up */
     int64_t tiles, blocks, panels, groups, threads;
 } Grid;
@@ -28,8 +29,12 @@ INLINE int is_in_place(const LinearCall *call) {
            call->weight_type != INT8_DYNAMIC;
 }
 
-/* The first row of a tile; tiles differ by one row at most. */
-INLINE int64_t first_row(const Grid *grid, int64_t tile) { return grid->call->rows * tile / grid->tiles; }
+/* The first row of a tile; tiles differ by one row at most, but that those of AMX are full as long as rows last. */
+INLINE int64_t first_row(const Grid *grid, int64_t tile) {
+    int64_t rows = grid->call->rows;
+    if (!grid->by_amx) return rows * tile / grid->tiles;
+    return tile < grid->tiles ? tile * AMX_ROWS : rows;
+}
 
 #define MULTIPLY(KIND, ROWS)                                     \
     case 16 * KIND + ROWS:                                       \
@@ -121,7 +126,8 @@ static void multiply_piece(const Grid *grid, int64_t piece) {
     int64_t first_tile = grid->tiles * block / grid->blocks, end_tile = grid->tiles * (block + 1) / grid->blocks;
     int64_t first_panel = grid->panels * group / grid->groups, end_panel = grid->panels * (group + 1) / grid->groups;
     const uint32_t *x = is_in_place(call) ? row_of(call, 0) : call->packed;
-    float sums[TALLEST * PANEL] __attribute__((aligned(64)));
+    float sums[(HAS_AMX ? AMX_ROWS : TALLEST) * PANEL] __attribute__((aligned(64)));
+    int configured = 0;
     for (int64_t index = first_panel; index < end_panel; index++) {
         Panel panel = panel_at(grid, index);
         int64_t to_next = index + 1 < end_panel ? 1 : 1 + (grid->threads - 1) * (end_panel - first_panel);
@@ -131,10 +137,15 @@ static void multiply_piece(const Grid *grid, int64_t piece) {
             Ahead ahead = look_ahead(grid, panel.weights, to_next, tile - first_tile, end_tile - first_tile,
                                      index == first_panel && piece < grid->threads);
             ask_for_out(call, row, rows, index * PANEL);
-            multiply(grid->kind, rows, x + row * grid->packed_words, grid->words, &panel, &ahead, sums);
+            const uint32_t *from = x + row * grid->packed_words;
+            if (HAS_AMX && grid->by_amx)
+                amx_multiply(grid->kind, rows, from, grid->words, &panel, &ahead, sums, &configured);
+            else
+                multiply(grid->kind, rows, from, grid->words, &panel, &ahead, sums);
             finish(grid, row, rows, index * PANEL, sums);
         }
     }
+    if (HAS_AMX && grid->by_amx) amx_release(&configured);
 }
 
 /* The `left` elements of a row of x from `index` on, or as many as go in CHUNK words; the rest of the words is 0. */
@@ -214,13 +225,16 @@ static void pack(const Grid *grid, int64_t tile) {
 
 static Grid grid_of(const LinearCall *call, int64_t threads) {
     Grid grid = {.call = call, .kind = call->weight_type, .threads = threads};
-    if (HAS_PAIRS && call->type == BFLOAT16 && call->weight_type == BFLOAT16) grid.kind = BFLOAT16_PAIRS;
+    if (HAS_AMX) grid.by_amx = amx_serves(call);
+    if ((HAS_PAIRS || grid.by_amx) && call->type == BFLOAT16 && call->weight_type == BFLOAT16)
+        grid.kind = BFLOAT16_PAIRS;
     int per_word = inputs_per_word(grid.kind);
     grid.words = (call->inputs + per_word - 1) / per_word;
     grid.packed_words = (grid.words + CHUNK - 1) / CHUNK * CHUNK;
-    int tallest = grid.kind == INT4 ? TALLEST_INT4 : TALLEST;
+    int tallest = grid.by_amx ? AMX_ROWS : grid.kind == INT4 ? TALLEST_INT4 : TALLEST;
+    int per_block = grid.by_amx ? AMX_GROUPS_PER_BLOCK : TILES_PER_BLOCK;
     grid.tiles = (call->rows + tallest - 1) / tallest;
-    grid.blocks = (grid.tiles + TILES_PER_BLOCK - 1) / TILES_PER_BLOCK;
+    grid.blocks = (grid.tiles + per_block - 1) / per_block;
     grid.panels = (call->outputs + PANEL - 1) / PANEL;
     grid.groups = 1 + threads * PIECES_PER_THREAD / grid.blocks;
     if (grid.groups > grid.panels) grid.groups = grid.panels;

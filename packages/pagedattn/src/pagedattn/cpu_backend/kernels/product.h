@@ -108,6 +108,9 @@ INLINE vf multiply_add(int kind, vf sum, uint32_t word, vf weights) {
         /* As an intrinsic it takes integers, and sums that are cast go through memory (GCC 12). */
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weights));
         return sum;
+#elif defined(__AVXVNNI__) && W == 8
+        __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(weights));
+        return sum;
 #else
         vi total = (vi)sum;
         for (int i = 0; i < 4; i++) total += (vi)(x >> (8 * i) & 0xff) * ((vi)((vu)weights << (24 - 8 * i)) >> 24);
