@@ -82,7 +82,7 @@ class PackedWeight:
             return rows
         rows = rows.flatten(-2)
         if self.quantization == "int4":
-            rows = unpack_nibbles(rows)
+            rows = unpack_nibbles(rows).unflatten(-1, (-1, 8))[..., _NIBBLE_OF].flatten(-2)
         return rows[..., : self.inputs]
 
     def _outputs(self, stored: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
@@ -170,11 +170,20 @@ def pack_codes(weight: Codes, quantization: Quantization, panel: int) -> PackedW
     sums = None
     if quantization == "int8-dynamic":
         sums = _in_panels(codes.sum(1, keepdim=True), torch.int32, panel, 1).view(-1, panel)
-    elements = pack_nibbles(F.pad(codes, (0, inputs % 2))) if quantization == "int4" else codes
+    elements = codes
+    if quantization == "int4":
+        words = F.pad(codes, (0, -inputs % 8)).unflatten(1, (-1, 8))
+        elements = pack_nibbles(words[..., _NIBBLES]).flatten(1)
     data = _in_panels(elements, elements.dtype, panel, 4)
     scales = _in_panels(scales, scales.dtype, panel, 1).squeeze(-1)
     return PackedWeight(data, outputs, inputs, panel, quantization, group, scales, sums)
 
+
+_NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The input of each code in a word of int4: a pair of inputs is a shift apart in both halves of the word."""
+
+_NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The code of each input in a word of int4."""
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """By bytes, the type that a word of several elements is copied as."""

@@ -24,13 +24,18 @@
 /* Sums of groups take as many registers as those of all inputs. */
 #define TALLEST_INT4 (TALLEST / 2)
 
-/* How a weight is stored and multiplied, after the element types; BFLOAT16_PAIRS is BFLOAT16 times rows of the same. */
-enum { INT8 = 4, INT8_DYNAMIC = 5, INT4 = 6, BFLOAT16_PAIRS = 7 };
+/* How a weight is stored and multiplied, after the element types. Those of pairs are for rows of BFLOAT16, of which two
+ * inputs are multiplied at once; integers of eight bits are exact in it. */
+enum { INT8 = 4, INT8_DYNAMIC = 5, INT4 = 6, BFLOAT16_PAIRS = 7, INT8_PAIRS = 8, INT4_PAIRS = 9 };
 
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
 #else
 #define HAS_PAIRS 0
+#endif
+
+#if HAS_PAIRS
+typedef uint16_t ws __attribute__((vector_size(64)));
 #endif
 
 /* One panel, and what goes with it. */
@@ -49,11 +54,24 @@ typedef struct {
     int far;
 } Ahead;
 
+INLINE int has_pairs(int kind) { return kind >= BFLOAT16_PAIRS; }
+INLINE int in_pairs(int kind) {
+    return kind == BFLOAT16 ? BFLOAT16_PAIRS : kind == INT8 ? INT8_PAIRS : kind == INT4 ? INT4_PAIRS : kind;
+}
+INLINE int has_column_scales(int kind) { return kind == INT8 || kind == INT8_PAIRS || kind == INT8_DYNAMIC; }
+INLINE int is_int4(int kind) { return kind == INT4 || kind == INT4_PAIRS; }
+
 /* Inputs in a word of x. */
-INLINE int inputs_per_word(int kind) { return kind == BFLOAT16_PAIRS ? 2 : kind == INT8_DYNAMIC ? 4 : 1; }
+INLINE int inputs_per_word(int kind) { return has_pairs(kind) ? 2 : kind == INT8_DYNAMIC ? 4 : 1; }
 
 /* Words of x that a word of the weight meets. */
-INLINE int words_per_weight(int kind) { return kind == BFLOAT16 ? 2 : kind == INT8 ? 4 : kind == INT4 ? 8 : 1; }
+INLINE int words_per_weight(int kind) {
+    int inputs = kind == BFLOAT16 || kind == BFLOAT16_PAIRS                      ? 2
+                 : kind == INT8 || kind == INT8_DYNAMIC || kind == INT8_PAIRS ? 4
+                 : is_int4(kind)                                              ? 8
+                                                                              : 1;
+    return inputs / inputs_per_word(kind);
+}
 
 /* Bytes of so many inputs of a panel. */
 INLINE int64_t panel_size(int kind, int64_t inputs) {
@@ -91,13 +109,27 @@ INLINE vf factor(int kind, vu weights, int i) {
         return (vf)(byte ^ ((150u - place) << 23 | 0x80u << place)) - splat((1 << (23 - place)) + 128);
     }
     if (kind == INT4) {
+        int place = 4 * (i / 2) + 16 * (i % 2);
 #if defined(__AVX512F__)
         const vf values = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-        return (vf)_mm512_permutexvar_ps((__m512i)(weights >> (4 * i)), (__m512)values); /* by the low four bits */
+        return (vf)_mm512_permutexvar_ps((__m512i)(weights >> place), (__m512)values); /* by the low four bits */
 #else
-        return to_float((vi)(weights << (28 - 4 * i)) >> 28);
+        return to_float((vi)(weights << (28 - place)) >> 28);
 #endif
     }
+#if HAS_PAIRS
+    if (kind == INT8_PAIRS) {
+        /* As floats both have zeros in their lower halves. */
+        return (vf)((vu)factor(INT8, weights, 2 * i) >> 16 | (vu)factor(INT8, weights, 2 * i + 1));
+    }
+    if (kind == INT4_PAIRS) {
+        /* By the low five bits of each half, of which the fifth belongs to another code. */
+#define CODES 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80
+        const ws values = {CODES, CODES};
+#undef CODES
+        return (vf)_mm512_permutexvar_epi16((__m512i)(weights >> (4 * i)), (__m512i)values);
+    }
+#endif
     return (vf)weights;
 }
 
@@ -115,7 +147,7 @@ INLINE vf multiply_add(int kind, vf sum, uint32_t word, vf weights) {
 #endif
     }
 #if HAS_PAIRS
-    if (kind == BFLOAT16_PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+    if (has_pairs(kind)) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
 #endif
     return sum + (vf)x * weights;
 }
@@ -142,10 +174,10 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
                           float *sums) {
     vf left[TALLEST], right[TALLEST], left_total[TALLEST_INT4], right_total[TALLEST_INT4];
     int step = words_per_weight(kind), asks = rows * step > 4; /* where reads are all the work, they do best alone */
-    int64_t group_end = panel->group;
+    int64_t group = panel->group / inputs_per_word(kind), group_end = group; /* in words */
     const uint16_t *scales = panel->scales;
     for (int r = 0; r < rows; r++) left[r] = start(kind, panel, 0), right[r] = start(kind, panel, W);
-    if (kind == INT4)
+    if (is_int4(kind))
         for (int r = 0; r < rows; r++) left_total[r] = right_total[r] = (vf){0};
     for (int64_t begin = 0; begin < words; begin += CHUNK, x += rows * CHUNK) {
         int count = words - begin < CHUNK ? words - begin : CHUNK;
@@ -163,7 +195,7 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
                 }
             }
         }
-        if (kind == INT4 && (begin + CHUNK == group_end || begin + CHUNK >= words)) {
+        if (is_int4(kind) && (begin + CHUNK == group_end || begin + CHUNK >= words)) {
             vf a = load_as(BFLOAT16, scales, 0), b = load_as(BFLOAT16, scales, W);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
@@ -172,11 +204,11 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
                 left[r] = right[r] = (vf){0};
             }
             scales += PANEL;
-            group_end += panel->group;
+            group_end += group;
         }
     }
     for (int r = 0; r < rows; r++) {
-        store(sums + r * PANEL, kind == INT4 ? left_total[r] : left[r]);
-        store(sums + r * PANEL + W, kind == INT4 ? right_total[r] : right[r]);
+        store(sums + r * PANEL, is_int4(kind) ? left_total[r] : left[r]);
+        store(sums + r * PANEL + W, is_int4(kind) ? right_total[r] : right[r]);
     }
 }
