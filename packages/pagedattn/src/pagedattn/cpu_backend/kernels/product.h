@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "rows.h"
+#include "pairs.h"
 
 #define PANEL (2 * W)
 #define CHUNK 16
@@ -27,16 +27,6 @@
 /* How a weight is stored and multiplied, after the element types. Those of pairs are for rows of BFLOAT16, of which two
  * inputs are multiplied at once; integers of eight bits are exact in it. */
 enum { INT8 = 4, INT8_DYNAMIC = 5, INT4 = 6, BFLOAT16_PAIRS = 7, INT8_PAIRS = 8, INT4_PAIRS = 9 };
-
-#if defined(__AVX512BF16__)
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
-
-#if HAS_PAIRS
-typedef uint16_t ws __attribute__((vector_size(64)));
-#endif
 
 /* One panel, and what goes with it. */
 typedef struct {
@@ -100,7 +90,7 @@ INLINE vf to_float(vi x) {
 }
 
 /* What word i of x is multiplied with, of the words that this one of the weight meets. */
-INLINE vf factor(int kind, vu weights, int i) {
+INLINE vf factor(int kind, int rows, vu weights, int i) {
     if (kind == BFLOAT16) return (vf)(i ? weights & 0xffff0000 : weights << 16);
     if (kind == INT8) {
         /* Under the exponent for which its lowest bit counts 1, a byte plus 128 is added to that power of two. */
@@ -119,16 +109,11 @@ INLINE vf factor(int kind, vu weights, int i) {
     }
 #if HAS_PAIRS
     if (kind == INT8_PAIRS) {
+        if (HAS_BYTE_TABLES && rows <= MOST_ROWS_OF_TABLES) return (vf)pair_of_bytes(weights, i);
         /* As floats both have zeros in their lower halves. */
-        return (vf)((vu)factor(INT8, weights, 2 * i) >> 16 | (vu)factor(INT8, weights, 2 * i + 1));
+        return (vf)((vu)factor(INT8, rows, weights, 2 * i) >> 16 | (vu)factor(INT8, rows, weights, 2 * i + 1));
     }
-    if (kind == INT4_PAIRS) {
-        /* By the low five bits of each half, of which the fifth belongs to another code. */
-#define CODES 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80
-        const ws values = {CODES, CODES};
-#undef CODES
-        return (vf)_mm512_permutexvar_epi16((__m512i)(weights >> (4 * i)), (__m512i)values);
-    }
+    if (kind == INT4_PAIRS) return (vf)pair_of_nibbles(weights >> (4 * i));
 #endif
     return (vf)weights;
 }
@@ -173,7 +158,7 @@ INLINE void ask(const Ahead *ahead, int64_t k) {
 INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, const Panel *panel, const Ahead *ahead,
                           float *sums) {
     vf left[TALLEST], right[TALLEST], left_total[TALLEST_INT4], right_total[TALLEST_INT4];
-    int step = words_per_weight(kind), asks = rows * step > 4; /* where reads are all the work, they do best alone */
+    int step = words_per_weight(kind), asks = rows * step > 4 || kind >= INT8_PAIRS; /* where reads are all the work, they do best alone */
     int64_t group = panel->group / inputs_per_word(kind), group_end = group; /* in words */
     const uint16_t *scales = panel->scales;
     for (int r = 0; r < rows; r++) left[r] = start(kind, panel, 0), right[r] = start(kind, panel, W);
@@ -187,7 +172,7 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
             vu first = load_weights(kind, panel->weights, k, 0), second = load_weights(kind, panel->weights, k, W);
 #pragma GCC unroll 8
             for (int i = 0; i < step; i++) {
-                vf a = factor(kind, first, i), b = factor(kind, second, i);
+                vf a = factor(kind, rows, first, i), b = factor(kind, rows, second, i);
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) {
                     left[r] = multiply_add(kind, left[r], x[r * CHUNK + word + i], a);
