@@ -91,6 +91,7 @@ INLINE vf to_float(vi x) {
 
 /* What word i of x is multiplied with, of the words that this one of the weight meets. */
 INLINE vf factor(int kind, int rows, vu weights, int i) {
+    (void)rows;
     if (kind == BFLOAT16) return (vf)(i ? weights & 0xffff0000 : weights << 16);
     if (kind == INT8) {
         /* Under the exponent for which its lowest bit counts 1, a byte plus 128 is added to that power of two. */
@@ -109,7 +110,9 @@ INLINE vf factor(int kind, int rows, vu weights, int i) {
     }
 #if HAS_PAIRS
     if (kind == INT8_PAIRS) {
-        if (HAS_BYTE_TABLES && rows <= MOST_ROWS_OF_TABLES) return (vf)pair_of_bytes(weights, i);
+#if HAS_BYTE_TABLES
+        if (rows <= MOST_ROWS_OF_TABLES) return (vf)pair_of_bytes(weights, i);
+#endif
         /* As floats both have zeros in their lower halves. */
         return (vf)((vu)factor(INT8, rows, weights, 2 * i) >> 16 | (vu)factor(INT8, rows, weights, 2 * i + 1));
     }
