@@ -6,7 +6,7 @@ oneDNN's, by the operators that torch.compile emits.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,7 +17,7 @@ from collectives import ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.embedding import Embedding
-from enginecore.worker.models.experts import ExpertWeights, SparseFeedForward
+from enginecore.worker.models.experts import ExpertWeights, Router
 from pagedattn import PackedExperts, Quantization, backend_name, linear, pack_experts, pack_linear
 
 _TYPICAL_TOKENS = 64
@@ -26,8 +26,8 @@ _TYPICAL_TOKENS = 64
 _CHECKED_ROWS = 1024
 """Rows of a weight that are looked at together, to keep copies small."""
 
-_BYTES = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 2 / 64}
-"""Bytes of a quantised weight's element; those of int4 with the scale of each group of 64."""
+_BYTES = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 2 / 32}
+"""Bytes of a quantised weight's element; those of int4 with the scale of each group of 32."""
 
 
 class PackedLinear:
@@ -69,10 +69,13 @@ class Packer:
     nothing here packs for.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> None:
-        self._quantization = quantization
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantizations: Mapping[nn.Module, Quantization] | None
+    ) -> None:
+        """`quantizations` is what `quantized_layers` returns of the model, None if nothing is quantised."""
+        self._quantizations = quantizations or {}
         self._device = device
-        self._kind = PackedLinear if quantization is not None else _kind(dtype, device)
+        self._kind = PackedLinear if quantizations is not None else _kind(dtype, device)
         self._awaited: Counter[ParallelLinear | ExpertWeights] = Counter()
         """Tensors that are still to be loaded."""
         self._stored: dict[ParallelLinear | ExpertWeights, torch.dtype] = {}
@@ -123,8 +126,12 @@ class Packer:
         if isinstance(layer, ExpertWeights):
             if layer.packed is None:
                 stored = self._stored.get(layer)
+                quantization = self._quantizations.get(layer)
                 own = self._kind is PackedLinear
-                layer.pack(partial(_pack_experts, stored=stored) if own else pack_experts)
+                if quantization is not None and layer.up.numel():
+                    layer.pack(partial(pack_experts, quantization=quantization))
+                else:
+                    layer.pack(partial(_pack_experts, stored=stored) if own else pack_experts)
             return
         weight = layer.weight
         if not weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
@@ -132,8 +139,7 @@ class Packer:
         if self._kind is OneDNNLinear:
             layer.matmul = OneDNNLinear(weight)
         elif self._kind is PackedLinear:
-            quantization = None if self._quantization is None else _of_layer(self._quantization, layer)
-            layer.matmul = PackedLinear(weight, quantization, self._stored.get(layer))
+            layer.matmul = PackedLinear(weight, self._quantizations.get(layer), self._stored.get(layer))
         else:
             return
         if not _is_tied(layer):
@@ -146,8 +152,6 @@ def check_quantization(model: Decoder, device: torch.device, quantization: Quant
         return
     if device.type != "cpu":
         raise ConfigError(f"quantization={quantization}: there are kernels for CPUs, not for {device.type}")
-    if any(isinstance(module, SparseFeedForward) for module in model.modules()):
-        raise ConfigError(f"quantization={quantization}: the model has experts, which cannot be quantised")
 
 
 def packed_bytes(model: Decoder, quantization: Quantization | None) -> int:
@@ -155,16 +159,29 @@ def packed_bytes(model: Decoder, quantization: Quantization | None) -> int:
     if quantization is None:
         return model.num_bytes
     saved = 0.0
-    for layer in model.modules():
-        if isinstance(layer, ParallelLinear):
-            packed = layer.weight.numel() * _BYTES[_of_layer(quantization, layer)]
-            saved += (0 if _is_tied(layer) else layer.weight.nbytes) - packed
+    for layer, own in quantized_layers(model, quantization).items():
+        weights = [layer.weight] if isinstance(layer, ParallelLinear) else [layer.up, layer.down]
+        kept = isinstance(layer, ParallelLinear) and _is_tied(layer)
+        for weight in weights:
+            saved += (0 if kept else weight.nbytes) - weight.numel() * _BYTES[own]
     return int(model.num_bytes - saved)
 
 
-def _of_layer(quantization: Quantization, layer: ParallelLinear) -> Quantization:
-    """Return how a layer is quantised: the head at most to int8, since what is lost there shows at once."""
-    return "int8" if quantization == "int4" and isinstance(layer, ParallelLMHead) else quantization
+def quantized_layers(
+    model: Decoder, quantization: Quantization
+) -> dict[ParallelLinear | ExpertWeights, Quantization]:
+    """Return the layers of a model that are quantised, and how.
+
+    The router of a mixture stays as it is: it is small, and one wrong choice changes a token's experts. The
+    head has int8 at most, since what is lost there shows at once.
+    """
+    found: dict[ParallelLinear | ExpertWeights, Quantization] = {}
+    routers = {module.gate for module in model.modules() if isinstance(module, Router)}
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear | ExpertWeights) and layer not in routers:
+            is_head = isinstance(layer, ParallelLMHead)
+            found[layer] = "int8" if quantization == "int4" and is_head else quantization
+    return found
 
 
 def _is_tied(layer: ParallelLinear) -> bool:

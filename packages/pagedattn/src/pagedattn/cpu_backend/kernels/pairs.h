@@ -18,6 +18,30 @@
 #endif
 #define MOST_ROWS_OF_TABLES 4
 
+/* What codes of int4 stand for, as INT4_VALUES of quantized.py, from zero on. */
+#define INT4_VALUES(OF)                                                                                            \
+    OF(0), OF(13), OF(27), OF(41), OF(55), OF(71), OF(90), OF(112), OF(-127), OF(-101), OF(-82), OF(-65), OF(-50), \
+        OF(-37), OF(-24), OF(-12)
+
+/* What the lowest four bits of each word stand for. */
+INLINE vf value_of_nibble(vu codes) {
+#define FLOAT_OF(value) (float)(value)
+#if defined(__AVX512F__)
+    const vf values = {INT4_VALUES(FLOAT_OF)};
+    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)values);
+#elif defined(__AVX2__)
+    static const float values[16] = {INT4_VALUES(FLOAT_OF)};
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), (__m256i)codes);
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values + 8), (__m256i)codes);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(codes << 28)); /* by the sign, the highest of the four bits */
+#else
+    static const float values[16] = {INT4_VALUES(FLOAT_OF)};
+    vf found;
+    for (int i = 0; i < W; i++) found[i] = values[codes[i] & 15];
+    return found;
+#endif
+}
+
 #if HAS_PAIRS
 typedef uint16_t ws __attribute__((vector_size(64)));
 
@@ -27,11 +51,8 @@ typedef uint16_t ws __attribute__((vector_size(64)));
 
 /* The pair that the lowest four bits of both halves stand for; the fifth, which counts too, is another code's. */
 INLINE vu pair_of_nibbles(vu codes) {
-#define NEGATIVE(m) (BITS(m) | 0x8000)
-#define VALUES                                                                                                 \
-    BITS(0), BITS(1), BITS(2), BITS(3), BITS(4), BITS(5), BITS(6), BITS(7), NEGATIVE(8), NEGATIVE(7), NEGATIVE(6), \
-        NEGATIVE(5), NEGATIVE(4), NEGATIVE(3), NEGATIVE(2), NEGATIVE(1)
-    const ws values = {VALUES, VALUES};
+#define BITS_OF(value) BITS((value) < 0 ? -(value) : (value)) | ((value) < 0 ? 0x8000 : 0)
+    const ws values = {INT4_VALUES(BITS_OF), INT4_VALUES(BITS_OF)};
     return (vu)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)values);
 }
 #endif

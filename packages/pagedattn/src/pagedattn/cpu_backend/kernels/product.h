@@ -99,15 +99,7 @@ INLINE vf factor(int kind, int rows, vu weights, int i) {
         vu byte = (i < 2 ? weights : weights >> 16) & (0xffu << place);
         return (vf)(byte ^ ((150u - place) << 23 | 0x80u << place)) - splat((1 << (23 - place)) + 128);
     }
-    if (kind == INT4) {
-        int place = 4 * (i / 2) + 16 * (i % 2);
-#if defined(__AVX512F__)
-        const vf values = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-        return (vf)_mm512_permutexvar_ps((__m512i)(weights >> place), (__m512)values); /* by the low four bits */
-#else
-        return to_float((vi)(weights << (28 - place)) >> 28);
-#endif
-    }
+    if (kind == INT4) return value_of_nibble(weights >> (4 * (i / 2) + 16 * (i % 2)));
 #if HAS_PAIRS
     if (kind == INT8_PAIRS) {
 #if HAS_BYTE_TABLES
