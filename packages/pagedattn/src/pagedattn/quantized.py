@@ -47,7 +47,7 @@ def quantize_weight(weight: torch.Tensor, quantization: Quantization, group: int
     """Quantise a weight `[outputs, inputs]`.
 
     int8 has a float32 scale for each output, max|w| / 127. int4 has one in bfloat16 for each group of inputs,
-    of some the one with the least squared error, where errors of large weights count more.
+    of some the one with the least squared error.
 
     Raises ValueError for a weight that is not finite.
     """
@@ -73,22 +73,19 @@ def quantize_weight(weight: torch.Tensor, quantization: Quantization, group: int
 def _quantize_groups(grouped: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write int4 codes and scales of `grouped` `[outputs, groups, group]`.
 
-    Each way to place the extreme gives codes, these a scale by least squares, and that its codes; the squared
-    error of a weight counts by its own square, as few large weights decide much of a row's product.
+    Each way to place the extreme gives codes, these a scale by least squares, and that its codes.
     """
     magnitude, place = grouped.abs().max(-1, keepdim=True)
     magnitude = magnitude.masked_fill(magnitude == 0, 1.0)
     extreme, unit = grouped.gather(-1, place), grouped / magnitude
-    importance = unit * unit
     least = torch.full_like(magnitude, torch.inf)
     for stretch in _STRETCHES:
         tried = _nearest(grouped, extreme / stretch)
-        weighted = importance * tried
-        squares = (weighted * tried).sum(-1, keepdim=True)
-        scale = (weighted * unit).sum(-1, keepdim=True) / squares.masked_fill(squares == 0, torch.inf)
+        squares = tried.square().sum(-1, keepdim=True)
+        scale = (tried * unit).sum(-1, keepdim=True) / squares.masked_fill(squares == 0, torch.inf)
         scale = (scale * magnitude).bfloat16()
         tried = _nearest(grouped, scale.float())
-        error = (importance * (tried * (scale / magnitude) - unit).square_()).sum(-1, keepdim=True)
+        error = (tried * (scale / magnitude) - unit).square_().sum(-1, keepdim=True)
         better = error < least
         least = torch.where(better, error, least)
         codes.copy_(torch.where(better, tried.to(torch.int8), codes))

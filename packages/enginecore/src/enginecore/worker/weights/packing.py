@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from collectives import ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
+from enginecore.worker.models.attention import Attention
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.embedding import Embedding
 from enginecore.worker.models.experts import ExpertWeights, Router
+from enginecore.worker.models.feed_forward import FeedForward
 from pagedattn import PackedExperts, Quantization, backend_name, linear, pack_experts, pack_linear
+
+QuantizedLayers = Mapping[ParallelLinear | ExpertWeights, Quantization]
+"""Layers that are quantised, and how."""
 
 _TYPICAL_TOKENS = 64
 """Rows that oneDNN's layout is chosen for; it serves any number."""
@@ -70,7 +75,7 @@ class Packer:
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, quantizations: Mapping[nn.Module, Quantization] | None
+        self, dtype: torch.dtype, device: torch.device, quantizations: QuantizedLayers | None
     ) -> None:
         """`quantizations` is what `quantized_layers` returns of the model, None if nothing is quantised."""
         self._quantizations = quantizations or {}
@@ -129,9 +134,12 @@ class Packer:
                 quantization = self._quantizations.get(layer)
                 own = self._kind is PackedLinear
                 if quantization is not None and layer.up.numel():
-                    layer.pack(partial(pack_experts, quantization=quantization))
+                    up, down = (
+                        partial(pack_experts, quantization=q) for q in (quantization, _finer(quantization))
+                    )
                 else:
-                    layer.pack(partial(_pack_experts, stored=stored) if own else pack_experts)
+                    up = down = partial(_pack_experts, stored=stored) if own else pack_experts
+                layer.pack(up, down)
             return
         weight = layer.weight
         if not weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
@@ -160,28 +168,35 @@ def packed_bytes(model: Decoder, quantization: Quantization | None) -> int:
         return model.num_bytes
     saved = 0.0
     for layer, own in quantized_layers(model, quantization).items():
-        weights = [layer.weight] if isinstance(layer, ParallelLinear) else [layer.up, layer.down]
-        kept = isinstance(layer, ParallelLinear) and _is_tied(layer)
-        for weight in weights:
-            saved += (0 if kept else weight.nbytes) - weight.numel() * _BYTES[own]
+        if isinstance(layer, ParallelLinear):
+            saved += (0 if _is_tied(layer) else layer.weight.nbytes) - layer.weight.numel() * _BYTES[own]
+        else:
+            for weight, its in ((layer.up, own), (layer.down, _finer(own))):
+                saved += weight.nbytes - weight.numel() * _BYTES[its]
     return int(model.num_bytes - saved)
 
 
-def quantized_layers(
-    model: Decoder, quantization: Quantization
-) -> dict[ParallelLinear | ExpertWeights, Quantization]:
+def quantized_layers(model: Decoder, quantization: Quantization) -> QuantizedLayers:
     """Return the layers of a model that are quantised, and how.
 
-    The router of a mixture stays as it is: it is small, and one wrong choice changes a token's experts. The
-    head has int8 at most, since what is lost there shows at once.
+    The router of a mixture stays as it is: it is small, and one wrong choice changes a token's experts. Of
+    int4, some have int8: the head, where what is lost shows at once, and the projections to queries, keys and
+    values and from the inner features of a network, which lose most (docs/performance.md has the figures).
     """
     found: dict[ParallelLinear | ExpertWeights, Quantization] = {}
     routers = {module.gate for module in model.modules() if isinstance(module, Router)}
+    fine: set[ParallelLinear] = {module.qkv for module in model.modules() if isinstance(module, Attention)}
+    fine |= {module.down for module in model.modules() if isinstance(module, FeedForward)}
     for layer in model.modules():
         if isinstance(layer, ParallelLinear | ExpertWeights) and layer not in routers:
-            is_head = isinstance(layer, ParallelLMHead)
-            found[layer] = "int8" if quantization == "int4" and is_head else quantization
+            is_fine = layer in fine or isinstance(layer, ParallelLMHead)
+            found[layer] = _finer(quantization) if is_fine else quantization
     return found
+
+
+def _finer(quantization: Quantization) -> Quantization:
+    """Return how a weight is quantised that int4 would spoil."""
+    return "int8" if quantization == "int4" else quantization
 
 
 def _is_tied(layer: ParallelLinear) -> bool:
