@@ -21,6 +21,8 @@ from pagedattn import (
 )
 from pairwise import parametrize_pairs
 
+KINDS = ["int8", "int8-dynamic", "int4"]
+
 
 def sizes_of(rows, experts, seed):
     """How many rows each expert gets: most of them none where there are many experts."""
@@ -86,6 +88,46 @@ def test_a_row_has_the_bits_of_the_dense_product(sizes, inputs, outputs, gap, dt
     assert torch.equal(out, torch.cat(dense))
     assert (wide[:, :gap] == 7).all()
     assert (wide[:, gap + outputs :] == 7).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    inputs=st.integers(1, 150),
+    outputs=st.integers(1, 100),
+    dtype=st.sampled_from([SINGLE, HALF, BFLOAT]),
+    kind=st.sampled_from(KINDS),
+    backend=st.sampled_from(BACKENDS),
+    seed=st.integers(0, 1000),
+)
+def test_quantised_experts_have_the_bits_of_quantised_dense_products(
+    sizes, inputs, outputs, dtype, kind, backend, seed
+):
+    rows = sum(sizes)
+    x = numbers(rows + 1, inputs, dtype=dtype, seed=seed)
+    weight = numbers(len(sizes), outputs, inputs, seed=seed + 1)
+    index = torch.from_numpy(np.random.default_rng(seed).integers(0, rows + 1, rows)).int()
+    packed = pack_experts(weight, quantization=kind, backend=backend)
+    dense = [pack_linear(one, quantization=kind, backend=backend) for one in weight]
+    assert (packed.quantization, packed.shape) == (kind, tuple(weight.shape))
+    assert packed.nbytes == sum(one.nbytes for one in dense)
+    assert torch.equal(packed.unpack(), torch.stack([one.unpack() for one in dense]))
+    result = grouped_linear(x, packed, starts_of(sizes), index, backend=backend)
+    parts = zip(x[index.long()].split(sizes), dense, strict=True)
+    assert torch.equal(result, torch.cat([linear(part, one, backend=backend) for part, one in parts]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_back_ends_agree_on_quantised_experts(kind):
+    sizes = [0, 5, 1, 0, 14]
+    x, weight = numbers(20, 70), numbers(5, 33, 70, seed=1)
+    found = [
+        grouped_linear(
+            x, pack_experts(weight, quantization=kind, backend=name), starts_of(sizes), backend=name
+        )
+        for name in BACKENDS
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT], ids=str)
@@ -214,11 +256,11 @@ def test_sums_are_those_of_float64(tokens, k, width, dtype, num_threads, backend
     assert torch.equal(weighted_sum(results, places, weights, backend=backend), out)
 
 
-def mixture(backend=None, *, experts=6, k=2, hidden=32, inner=24, dtype=SINGLE):
+def mixture(backend=None, *, experts=6, k=2, hidden=32, inner=24, kind=None):
     """A gate, experts and the sum of their results, with loads: what a layer has of these operations."""
     gate = pack_linear(numbers(experts, hidden), backend=backend)
-    up = pack_experts(numbers(experts, 2 * inner, hidden, seed=1) / 4, backend=backend)
-    down = pack_experts(numbers(experts, hidden, inner, seed=2) / 4, backend=backend)
+    up = pack_experts(numbers(experts, 2 * inner, hidden, seed=1) / 4, quantization=kind, backend=backend)
+    down = pack_experts(numbers(experts, hidden, inner, seed=2) / 4, quantization=kind, backend=backend)
     loads = torch.zeros(experts, dtype=torch.int64)
 
     def run(inputs, batch=None):
@@ -243,9 +285,9 @@ def test_back_ends_agree_on_a_mixture():
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT], ids=str)
-def test_a_mixture_is_recorded(dtype):
-    run, loads = mixture()
+@parametrize_pairs(dtype=[SINGLE, BFLOAT], kind=[None, *KINDS])
+def test_a_mixture_is_recorded(dtype, kind):
+    run, loads = mixture(kind=kind)
     program = capture(run, lambda n: (torch.zeros(n, 32, dtype=dtype),), block_size=4, max_tokens=80)
     assert (program.num_operations, program.num_host_calls) == (7, 0)
     for tokens in (80, 1, 2, 33):
@@ -276,6 +318,10 @@ def test_what_does_not_fit_is_refused():
         pack_experts(x)
     with pytest.raises(ValueError, match=r"are float32, float16 or bfloat16, not torch\.float64"):
         pack_experts(torch.zeros(3, 6, 8), torch.float64)
+    with pytest.raises(ValueError, match=r"not 'int3'"):
+        pack_experts(torch.zeros(3, 6, 8), quantization="int3")
+    with pytest.raises(ValueError, match="there are no experts to quantise"):
+        pack_experts(torch.zeros(0, 6, 8), quantization="int8")
     with pytest.raises(ValueError, match="k must be between 1 and the 8 experts, not 9"):
         top_k_softmax(x, 9, normalise=False)
     with pytest.raises(ValueError, match=r"experts must be int32 \[tokens, k\] .*, not torch.int64 \[5, 2\]"):

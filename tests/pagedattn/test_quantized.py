@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from linear_cases import BACKENDS, BFLOAT, HALF, SINGLE, assert_product, numbers
 
 from pagedattn import linear, pack_linear
+from pagedattn.quantized import INT4_VALUES
 from pairwise import parametrize_pairs
 
 KINDS = ["int8", "int8-dynamic", "int4"]
@@ -113,9 +114,9 @@ def test_a_weight_is_rounded_by_half_a_step(shape, kind, backend):
     for row, rounded in zip(weight, plain):
         for group in range(0, shape[1], 64) if kind == "int4" else [0]:
             part = slice(group, group + 64 if kind == "int4" else None)
-            step = row[part].abs().max() / (8 if kind == "int4" else 127)
-            # The end of int4 opposite to its extreme is 7 steps away; its scale is a bfloat16.
-            allowed = step * 1.02 if kind == "int4" else step * 0.501
+            highest = row[part].abs().max()
+            # The widest gap of int4's values is 26 of 127, and the end opposite to its extreme is at 112.
+            allowed = highest * 0.17 if kind == "int4" else highest / 127 * 0.501
             assert (row[part] - rounded[part]).abs().max() <= allowed
     ids = torch.tensor([[0, shape[0] - 1], [shape[0] // 2, 0]])
     assert torch.equal(packed.rows(ids), plain[ids])
@@ -124,15 +125,34 @@ def test_a_weight_is_rounded_by_half_a_step(shape, kind, backend):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_that_the_weight_is_made_of_come_back(kind):
-    low, high = (-8, 7) if kind == "int4" else (-127, 127)
-    codes = torch.randint(low, high + 1, (40, 200), generator=torch.Generator().manual_seed(0))
-    codes[:, ::64] = low  # the extreme of each group
+    values = torch.tensor(INT4_VALUES if kind == "int4" else range(-127, 128))
+    codes = values[torch.randint(len(values), (40, 200), generator=torch.Generator().manual_seed(0))]
+    codes[:, ::64] = -127  # the extreme of each group
     packed = pack(codes * 0.25, kind)
     assert torch.equal(packed.codes().codes, codes)
     assert torch.equal(packed.unpack(), codes * 0.25)
     x = torch.randint(-127, 128, (20, 200), generator=torch.Generator().manual_seed(1)).float()
     x[:, 3] = 127
     assert torch.equal(linear(x, packed, backend="cpu"), x @ (codes * 0.25).T)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_has_less_error_than_16_even_steps(group, size):
+    """Than the best of some even spacings, over normal values; a level of zero costs nothing."""
+    weight = numbers(64, 256) * size
+    weight[:, 5] = 0
+    rounded = pack(weight, "int4", group=group).unpack()
+    assert (rounded[:, 5] == 0).all()
+    grouped = weight.double().unflatten(1, (-1, group)) / size
+    extreme = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
+    even = torch.full(extreme.shape, torch.inf, dtype=torch.float64)
+    for end in (-8.5, -8.0, -7.5, 7.0):
+        step = extreme / end
+        error = ((grouped / step).round().clamp(-8, 7) * step - grouped).square().sum(-1, keepdim=True)
+        even = torch.minimum(even, error)
+    own = (rounded.double() / size - weight.double() / size).square().sum()
+    assert own < 0.9 * even.sum()
 
 
 def test_memory_of_a_quantized_weight():

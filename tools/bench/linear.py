@@ -54,6 +54,8 @@ WAYS = {
     "fp32 · int8-dynamic": Way(SINGLE, "int8-dynamic", "oneDNN fp32"),
     "bf16 · int8-dynamic": Way(BFLOAT, "int8-dynamic", "oneDNN bf16"),
     "fp32 · int4": Way(SINGLE, "int4", "oneDNN fp32"),
+    "bf16 · int8": Way(BFLOAT, "int8", "oneDNN bf16"),
+    "bf16 · int4": Way(BFLOAT, "int4", "oneDNN bf16"),
 }
 
 

@@ -72,7 +72,8 @@ class EngineConfig:
     quantization: Literal["int8", "int8-dynamic", "int4"] | None = option(
         None,
         "store the weights of linear layers as integers, rounded while they are loaded: int8; int8-dynamic: "
-        "activations are rounded to int8 too, which is fastest for many rows; int4 (groups of 64, head int8)",
+        "activations are rounded to int8 too, which is fastest for many rows; int4 (groups of 32; int8 for "
+        "the head and the layers that would lose most)",
     )
 
     speculative_config: dict[str, Any] | None = option(  # noqa: RUF009 - the default is None

@@ -5,27 +5,43 @@ from __future__ import annotations
 import torch
 
 from pagedattn.backends import Groups, Routing, backend_of
-from pagedattn.packed import PackedExperts, pack_stacked
+from pagedattn.linear import pack_linear
+from pagedattn.packed import PackedExperts, pack_stacked, stack_experts
+from pagedattn.quantized import Quantization
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def pack_experts(
-    weight: torch.Tensor, dtype: torch.dtype | None = None, *, backend: str | None = None
+    weight: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    quantization: Quantization | None = None,
+    group_size: int | None = None,
+    backend: str | None = None,
 ) -> PackedExperts:
     """Lay weights `[experts, outputs, inputs]` out, once, for `grouped_linear`; stored as `dtype`.
 
-    The dtype is by default the weight's own; it rounds where it is narrower.
+    The dtype is by default the weight's own; it rounds where it is narrower. `quantization` and `group_size`
+    store each expert's weight as `pack_linear` would.
 
-    Raises ValueError when the weight has not three dimensions, or a dtype is not float32, float16 or
-    bfloat16.
+    Raises ValueError when the weight has not three dimensions, a dtype is not float32, float16 or bfloat16,
+    or what `pack_linear` raises it for.
     """
     if weight.ndim != 3:
         raise ValueError(f"weight must be [experts, outputs, inputs], not {list(weight.shape)}")
-    dtype = weight.dtype if dtype is None else dtype
-    for given in (weight.dtype, dtype):
+    for given in (weight.dtype, weight.dtype if dtype is None else dtype):
         if given not in _DTYPES:
             raise ValueError(f"weights of experts are float32, float16 or bfloat16, not {given}")
+    if quantization is not None or group_size is not None:
+        if not len(weight):
+            raise ValueError("there are no experts to quantise")
+        packed = (
+            pack_linear(expert, dtype, quantization=quantization, group_size=group_size, backend=backend)
+            for expert in weight
+        )
+        return stack_experts(packed, len(weight))
+    dtype = weight.dtype if dtype is None else dtype
     return pack_stacked(weight.detach(), dtype, backend_of(weight.device, backend).linear_panel(dtype, None))
 
 

@@ -24,13 +24,14 @@ def pack_linear(
     A weight of bfloat16 or float16 stays as it is and is widened in registers: products with float32 rows are
     those of float32, and half the memory is read. `dtype` rounds where it is narrower than the weight's.
 
-    `quantization` stores integers instead, symmetric around 0:
+    `quantization` stores integers instead:
 
-    - `int8`: a scale for each output; `linear` widens them and multiplies in float32.
+    - `int8`: a scale for each output; `linear` widens them and multiplies in float32, or on CPUs that have
+      instructions for it in pairs of bfloat16, where rows are bfloat16.
     - `int8-dynamic`: the same weight; `linear` also rounds each row of x to int8, by its highest magnitude,
       and multiplies integers. A row with a value that is not finite gives NaN.
-    - `int4`: a scale in bfloat16 for each `group_size` inputs (32, 64 or 128; by default 64) of an output;
-      `linear` widens them and multiplies in float32.
+    - `int4`: one of 16 unevenly spaced values (`INT4_VALUES`), with a scale in bfloat16 for each `group_size`
+      inputs (32, 64 or 128; by default 32) of an output; `linear` multiplies as for int8.
 
     Raises ValueError when the weight has not two dimensions, a dtype is not float32, float16, bfloat16 or
     float64, the back end does not know the quantisation, or it cannot be had of this weight.
@@ -59,7 +60,7 @@ def _group(quantization: Quantization, inputs: int, group_size: int | None) -> i
     if quantization not in get_args(Quantization):
         raise ValueError(f"quantization is one of {get_args(Quantization)}, not {quantization!r}")
     if quantization == "int4":
-        group = 64 if group_size is None else group_size
+        group = 32 if group_size is None else group_size
         if group not in GROUP_SIZES:
             raise ValueError(f"group_size is one of {GROUP_SIZES}, not {group}")
         return group

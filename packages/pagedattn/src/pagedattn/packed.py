@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,7 @@ class PackedWeight:
             return rows
         rows = rows.flatten(-2)
         if self.quantization == "int4":
-            rows = unpack_nibbles(rows)
+            rows = unpack_nibbles(rows).unflatten(-1, (-1, 8))[..., _NIBBLE_OF].flatten(-2)
         return rows[..., : self.inputs]
 
     def _outputs(self, stored: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
@@ -99,13 +100,17 @@ class PackedWeight:
 class PackedExperts:
     """Weights `[experts, outputs, inputs]` in a back end's layout; made by `pack_experts`.
 
-    Where `panel` is 0, `data` is the plain weights, otherwise those of each expert as in `PackedWeight`.
+    `data`, `scales` and `column_sums` have those of each expert, as in `PackedWeight`, one after another.
     """
 
     data: torch.Tensor
     outputs: int
     inputs: int
     panel: int
+    quantization: Quantization | None = None
+    group: int = 0
+    scales: torch.Tensor | None = None
+    column_sums: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -119,7 +124,7 @@ class PackedExperts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of what is stored."""
+        """Type of what is stored: int8 or, for two int4 in a byte, uint8 where the weights are quantised."""
         return self.data.dtype
 
     @property
@@ -129,15 +134,35 @@ class PackedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights, with what fills up the last panel of each."""
-        return self.data.nbytes
+        """Bytes of the packed weights, with their scales and what fills up the last panel of each."""
+        parts = (self.data, self.scales, self.column_sums)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def expert(self, index: int) -> PackedWeight:
+        """Return the weight of one expert, which shares its memory with all."""
+        return PackedWeight(
+            self.data[index],
+            self.outputs,
+            self.inputs,
+            self.panel,
+            self.quantization,
+            self.group,
+            None if self.scales is None else self.scales[index],
+            None if self.column_sums is None else self.column_sums[index],
+        )
 
     def unpack(self) -> torch.Tensor:
-        """Return the plain weights `[experts, outputs, inputs]`, of the stored dtype; a copy if packed."""
-        if not self.panel:
+        """Return the plain weights `[experts, outputs, inputs]`, in float32 if they are quantised.
+
+        It is a copy if they are packed or quantised.
+        """
+        if not self.panel and self.quantization is None:
             return self.data
-        columns = self.data.transpose(2, 3).flatten(3)  # [experts, panels, panel, elements]
-        return columns.flatten(1, 2)[:, : self.outputs, : self.inputs].contiguous()
+        dtype = self.dtype if self.quantization is None else torch.float32
+        plain = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for index in range(self.count):
+            plain[index] = self.expert(index).unpack()
+        return plain
 
 
 def pack_stacked(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedExperts:
@@ -150,6 +175,35 @@ def pack_stacked(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> Packed
     for target, expert in zip(data, weight, strict=True):
         _fill_panels(target, expert)
     return PackedExperts(data, outputs, inputs, panel)
+
+
+def stack_experts(weights: Iterable[PackedWeight], count: int) -> PackedExperts:
+    """Put the weights of `count` experts, at least one, that are packed alike one after another."""
+    stacked: PackedExperts | None = None
+    for index, weight in enumerate(weights):
+        if stacked is None:
+            stacked = PackedExperts(
+                _empty((count, *weight.data.shape), weight.data.dtype),
+                weight.outputs,
+                weight.inputs,
+                weight.panel,
+                weight.quantization,
+                weight.group,
+                None if weight.scales is None else weight.scales.new_empty((count, *weight.scales.shape)),
+                None
+                if weight.column_sums is None
+                else weight.column_sums.new_empty((count, *weight.column_sums.shape)),
+            )
+        own = stacked.expert(index)
+        for to, part in (
+            (own.data, weight.data),
+            (own.scales, weight.scales),
+            (own.column_sums, weight.column_sums),
+        ):
+            if to is not None and part is not None:
+                to.copy_(part)
+    assert stacked is not None
+    return stacked
 
 
 def pack(weight: torch.Tensor, dtype: torch.dtype, panel: int) -> PackedWeight:
@@ -170,11 +224,20 @@ def pack_codes(weight: Codes, quantization: Quantization, panel: int) -> PackedW
     sums = None
     if quantization == "int8-dynamic":
         sums = _in_panels(codes.sum(1, keepdim=True), torch.int32, panel, 1).view(-1, panel)
-    elements = pack_nibbles(F.pad(codes, (0, inputs % 2))) if quantization == "int4" else codes
+    elements = codes
+    if quantization == "int4":
+        words = F.pad(codes, (0, -inputs % 8)).unflatten(1, (-1, 8))
+        elements = pack_nibbles(words[..., _NIBBLES]).flatten(1)
     data = _in_panels(elements, elements.dtype, panel, 4)
     scales = _in_panels(scales, scales.dtype, panel, 1).squeeze(-1)
     return PackedWeight(data, outputs, inputs, panel, quantization, group, scales, sums)
 
+
+_NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The input of each code in a word of int4: a pair of inputs is a shift apart in both halves of the word."""
+
+_NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The code of each input in a word of int4."""
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """By bytes, the type that a word of several elements is copied as."""

@@ -55,7 +55,7 @@ TOP_K = Kernel(7, Struct("3P 4q 3i"))
 GROUP = Kernel(8, Struct("5P 3q"))
 """`GroupCall` of experts.c."""
 
-GROUPED_LINEAR = Kernel(9, Struct("6P 7q 3i"))
+GROUPED_LINEAR = Kernel(9, Struct("8P 10q 3i"))
 """`GroupedCall` of grouped.c."""
 
 WEIGHTED_SUM = Kernel(10, Struct("4P 5q 2i"))

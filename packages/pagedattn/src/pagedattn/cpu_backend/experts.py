@@ -16,7 +16,7 @@ from pagedattn.cpu_backend.arguments import (
     dense,
     launch,
 )
-from pagedattn.cpu_backend.linear import CHUNK
+from pagedattn.cpu_backend.linear import CHUNK, weight_type
 from pagedattn.cpu_backend.ops import FLOATS
 from pagedattn.packed import PackedExperts
 
@@ -89,24 +89,34 @@ def grouped_linear(
         GROUPED_LINEAR,
         x.data_ptr(),
         weight.data.data_ptr(),
+        address(weight.scales),
+        address(weight.column_sums),
         starts.data_ptr(),
         address(index),
         result.data_ptr(),
         packed.data_ptr(),
         x.stride(0),
         result.stride(0),
-        weight.data.stride(0) * weight.data.itemsize,
+        _bytes_apart(weight.data),
+        _bytes_apart(weight.scales),
+        _bytes_apart(weight.column_sums),
         rows,
         weight.inputs,
         weight.outputs,
         weight.count,
+        weight.group,
         TYPES[x.dtype],
-        TYPES[weight.dtype],
+        weight_type(weight),
         torch.get_num_threads(),
     )
     if out is None or result.data_ptr() == out.data_ptr():
         return result
     return out.copy_(result)
+
+
+def _bytes_apart(stacked: torch.Tensor | None) -> int:
+    """Return the bytes from one expert's part to the next's."""
+    return 0 if stacked is None else stacked.stride(0) * stacked.itemsize
 
 
 def weighted_sum(

@@ -10,7 +10,7 @@ import torch
 from pagedattn import torch_backend
 from pagedattn.cpu_backend.arguments import LINEAR, TYPES, address, dense, function, launch
 from pagedattn.cpu_backend.ops import FLOATS
-from pagedattn.packed import PackedWeight
+from pagedattn.packed import PackedExperts, PackedWeight
 from pagedattn.quantized import Quantization
 
 # Words of a row are packed by so many, see kernels/product.h; a single row goes as it is if it is that long.
@@ -28,6 +28,11 @@ def linear_panel(dtype: torch.dtype, quantization: Quantization | None) -> int:
 @cache
 def _widest_panel() -> int:
     return function("octavo_linear_panel", ctypes.c_int32)()
+
+
+def weight_type(weight: PackedWeight | PackedExperts) -> int:
+    """Return the number that product.h gives the way a weight is stored."""
+    return TYPES[weight.dtype] if weight.quantization is None else _QUANTIZED[weight.quantization]
 
 
 def linear(
@@ -69,7 +74,7 @@ def linear(
         outputs,
         weight.group,
         TYPES[x.dtype],
-        TYPES[weight.dtype] if weight.quantization is None else _QUANTIZED[weight.quantization],
+        weight_type(weight),
         0 if bias is None else TYPES[bias.dtype],
         torch.get_num_threads(),
     )

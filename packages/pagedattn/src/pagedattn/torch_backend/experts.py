@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from pagedattn.backends import Groups, Routing
 from pagedattn.packed import PackedExperts
 from pagedattn.torch_backend.grouped import grouped_matmul
+from pagedattn.torch_backend.linear import linear
 
 GroupedMatmul = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,6 +54,13 @@ def multiply_groups(
     Mixed dtypes are multiplied in the widest, which is at least float32.
     """
     rows = x if index is None else x.index_select(0, index)
+    if weight.quantization is not None:
+        result = x.new_empty((len(rows), weight.outputs)) if out is None else out
+        bounds = starts.tolist()
+        for expert, (begin, end) in enumerate(pairwise(bounds)):
+            if begin < end:
+                linear(rows[begin:end], weight.expert(expert), None, result[begin:end])
+        return result
     plain = weight.unpack()
     if plain.dtype == x.dtype:
         result = matmul(rows, plain, starts)

@@ -68,11 +68,13 @@ class ExpertWeights(nn.Module):
         self._check(weight, self._full[::-1])
         self.down[slot].copy_(weight.narrow(1, self._cut.start, self._cut.size))
 
-    def pack(self, make: Callable[[Tensor], PackedExperts]) -> None:
+    def pack(
+        self, pack_up: Callable[[Tensor], PackedExperts], pack_down: Callable[[Tensor], PackedExperts]
+    ) -> None:
         """Put packed weights in the place of the plain ones."""
-        up = make(self.up)
+        up = pack_up(self.up)
         self.up = nn.Parameter(self.up.new_empty(0), requires_grad=False)
-        self.packed = up, make(self.down)
+        self.packed = up, pack_down(self.down)
         self.down = nn.Parameter(self.down.new_empty(0), requires_grad=False)
 
     def forward(self, x: Tensor, starts: Tensor, index: Tensor | None = None) -> Tensor:

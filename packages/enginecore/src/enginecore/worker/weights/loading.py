@@ -14,7 +14,7 @@ from enginecore.worker.models.families import decoder_spec
 from enginecore.worker.models.parallel import ModelParallel
 from enginecore.worker.weights import checkpoint
 from enginecore.worker.weights.naming import canonical
-from enginecore.worker.weights.packing import Packer, check_quantization
+from enginecore.worker.weights.packing import Packer, check_quantization, quantized_layers
 from pagedattn import Quantization
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -52,7 +52,7 @@ def load_decoder(
         files, parallel, layers=layers, dtype=dtype, device=device, max_positions=max_positions
     )
     check_quantization(model, device, quantization)
-    packer = Packer(dtype, device, quantization)
+    packer = Packer(dtype, device, None if quantization is None else quantized_layers(model, quantization))
     _fill(model, files, packer, on_loaded)
     for layer in model.modules():
         if isinstance(layer, ParallelLinear | ExpertWeights):

@@ -6,7 +6,7 @@ oneDNN's, by the operators that torch.compile emits.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from collectives import ParallelLinear, ParallelLMHead
 from enginecore.errors import ConfigError
+from enginecore.worker.models.attention import Attention
 from enginecore.worker.models.decoder import Decoder
 from enginecore.worker.models.embedding import Embedding
-from enginecore.worker.models.experts import ExpertWeights, SparseFeedForward
+from enginecore.worker.models.experts import ExpertWeights, Router
+from enginecore.worker.models.feed_forward import FeedForward
 from pagedattn import PackedExperts, Quantization, backend_name, linear, pack_experts, pack_linear
+
+QuantizedLayers = Mapping[ParallelLinear | ExpertWeights, Quantization]
+"""Layers that are quantised, and how."""
 
 _TYPICAL_TOKENS = 64
 """Rows that oneDNN's layout is chosen for; it serves any number."""
@@ -26,8 +31,8 @@ _TYPICAL_TOKENS = 64
 _CHECKED_ROWS = 1024
 """Rows of a weight that are looked at together, to keep copies small."""
 
-_BYTES = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 2 / 64}
-"""Bytes of a quantised weight's element; those of int4 with the scale of each group of 64."""
+_BYTES = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 2 / 32}
+"""Bytes of a quantised weight's element; those of int4 with the scale of each group of 32."""
 
 
 class PackedLinear:
@@ -69,10 +74,13 @@ class Packer:
     nothing here packs for.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> None:
-        self._quantization = quantization
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantizations: QuantizedLayers | None
+    ) -> None:
+        """`quantizations` is what `quantized_layers` returns of the model, None if nothing is quantised."""
+        self._quantizations = quantizations or {}
         self._device = device
-        self._kind = PackedLinear if quantization is not None else _kind(dtype, device)
+        self._kind = PackedLinear if quantizations is not None else _kind(dtype, device)
         self._awaited: Counter[ParallelLinear | ExpertWeights] = Counter()
         """Tensors that are still to be loaded."""
         self._stored: dict[ParallelLinear | ExpertWeights, torch.dtype] = {}
@@ -123,8 +131,15 @@ class Packer:
         if isinstance(layer, ExpertWeights):
             if layer.packed is None:
                 stored = self._stored.get(layer)
+                quantization = self._quantizations.get(layer)
                 own = self._kind is PackedLinear
-                layer.pack(partial(_pack_experts, stored=stored) if own else pack_experts)
+                if quantization is not None and layer.up.numel():
+                    up, down = (
+                        partial(pack_experts, quantization=q) for q in (quantization, _finer(quantization))
+                    )
+                else:
+                    up = down = partial(_pack_experts, stored=stored) if own else pack_experts
+                layer.pack(up, down)
             return
         weight = layer.weight
         if not weight.numel() or isinstance(layer.matmul, PackedLinear | OneDNNLinear):
@@ -132,8 +147,7 @@ class Packer:
         if self._kind is OneDNNLinear:
             layer.matmul = OneDNNLinear(weight)
         elif self._kind is PackedLinear:
-            quantization = None if self._quantization is None else _of_layer(self._quantization, layer)
-            layer.matmul = PackedLinear(weight, quantization, self._stored.get(layer))
+            layer.matmul = PackedLinear(weight, self._quantizations.get(layer), self._stored.get(layer))
         else:
             return
         if not _is_tied(layer):
@@ -146,8 +160,6 @@ def check_quantization(model: Decoder, device: torch.device, quantization: Quant
         return
     if device.type != "cpu":
         raise ConfigError(f"quantization={quantization}: there are kernels for CPUs, not for {device.type}")
-    if any(isinstance(module, SparseFeedForward) for module in model.modules()):
-        raise ConfigError(f"quantization={quantization}: the model has experts, which cannot be quantised")
 
 
 def packed_bytes(model: Decoder, quantization: Quantization | None) -> int:
@@ -155,16 +167,36 @@ def packed_bytes(model: Decoder, quantization: Quantization | None) -> int:
     if quantization is None:
         return model.num_bytes
     saved = 0.0
-    for layer in model.modules():
+    for layer, own in quantized_layers(model, quantization).items():
         if isinstance(layer, ParallelLinear):
-            packed = layer.weight.numel() * _BYTES[_of_layer(quantization, layer)]
-            saved += (0 if _is_tied(layer) else layer.weight.nbytes) - packed
+            saved += (0 if _is_tied(layer) else layer.weight.nbytes) - layer.weight.numel() * _BYTES[own]
+        else:
+            for weight, its in ((layer.up, own), (layer.down, _finer(own))):
+                saved += weight.nbytes - weight.numel() * _BYTES[its]
     return int(model.num_bytes - saved)
 
 
-def _of_layer(quantization: Quantization, layer: ParallelLinear) -> Quantization:
-    """Return how a layer is quantised: the head at most to int8, since what is lost there shows at once."""
-    return "int8" if quantization == "int4" and isinstance(layer, ParallelLMHead) else quantization
+def quantized_layers(model: Decoder, quantization: Quantization) -> QuantizedLayers:
+    """Return the layers of a model that are quantised, and how.
+
+    The router of a mixture stays as it is: it is small, and one wrong choice changes a token's experts. Of
+    int4, some have int8: the head, where what is lost shows at once, and the projections to queries, keys and
+    values and from the inner features of a network, which lose most (docs/performance.md has the figures).
+    """
+    found: dict[ParallelLinear | ExpertWeights, Quantization] = {}
+    routers = {module.gate for module in model.modules() if isinstance(module, Router)}
+    fine: set[ParallelLinear] = {module.qkv for module in model.modules() if isinstance(module, Attention)}
+    fine |= {module.down for module in model.modules() if isinstance(module, FeedForward)}
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear | ExpertWeights) and layer not in routers:
+            is_fine = layer in fine or isinstance(layer, ParallelLMHead)
+            found[layer] = _finer(quantization) if is_fine else quantization
+    return found
+
+
+def _finer(quantization: Quantization) -> Quantization:
+    """Return how a weight is quantised that int4 would spoil."""
+    return "int8" if quantization == "int4" else quantization
 
 
 def _is_tied(layer: ParallelLinear) -> bool:

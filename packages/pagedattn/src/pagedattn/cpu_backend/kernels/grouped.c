@@ -2,15 +2,17 @@
 
 #include "linear.h"
 
-/* Laid out as GROUPED_LINEAR of cpu_backend/arguments.py. Strides count elements, weight_stride bytes. */
+/* Laid out as GROUPED_LINEAR of cpu_backend/arguments.py. Strides count elements, those of experts bytes. */
 typedef struct {
     const void *x;         /* [x_rows, inputs] */
     const void *weight;    /* [experts], each packed */
+    const void *scales;    /* [experts], of each those of LinearCall */
+    const void *sums;      /* [experts], of each the column sums of LinearCall */
     const int32_t *starts; /* [experts + 1]: rows starts[e] to starts[e + 1] are expert e's */
     const int32_t *index;  /* [rows]: which row of x each is; NULL where they are in order */
     void *out;             /* [rows, outputs] */
     uint32_t *packed;      /* rows * (inputs + CHUNK) words */
-    int64_t x_stride, out_stride, weight_stride, rows, inputs, outputs, experts;
+    int64_t x_stride, out_stride, weight_stride, scales_stride, sums_stride, rows, inputs, outputs, experts, group;
     int32_t type, weight_type, threads;
 } GroupedCall;
 
@@ -20,9 +22,15 @@ static int64_t start_of(const GroupedCall *call, int64_t expert) {
     return start < 0 ? 0 : start > call->rows ? call->rows : start;
 }
 
+static const void *part_of(const void *all, int64_t stride, int64_t expert) {
+    return all ? (const char *)all + expert * stride : NULL;
+}
+
 /* The product of an expert's rows. */
 static LinearCall product_of(const GroupedCall *call, int64_t expert, int64_t begin, int64_t end) {
-    LinearCall product = {.weight = (const char *)call->weight + expert * call->weight_stride,
+    LinearCall product = {.weight = part_of(call->weight, call->weight_stride, expert),
+                          .scales = part_of(call->scales, call->scales_stride, expert),
+                          .column_sums = part_of(call->sums, call->sums_stride, expert),
                           .out = (void *)at(call->type, call->out, begin * call->out_stride),
                           .packed = call->packed + begin * (call->inputs + CHUNK),
                           .x_stride = call->x_stride,
@@ -30,6 +38,7 @@ static LinearCall product_of(const GroupedCall *call, int64_t expert, int64_t be
                           .rows = end - begin,
                           .inputs = call->inputs,
                           .outputs = call->outputs,
+                          .group = call->group,
                           .type = call->type,
                           .weight_type = call->weight_type,
                           .threads = call->threads};

@@ -63,6 +63,8 @@ static void multiply(int kind, int rows, const uint32_t *x, int64_t words, const
         MULTIPLY_HALF(INT4)
 #if HAS_PAIRS
         MULTIPLY_ALL(BFLOAT16_PAIRS)
+        MULTIPLY_ALL(INT8_PAIRS)
+        MULTIPLY_HALF(INT4_PAIRS)
 #endif
     }
 }
@@ -87,10 +89,10 @@ static void finish(const Grid *grid, int64_t row, int rows, int64_t column, cons
     for (int c = 0; c < PANEL && column + c < call->outputs; c += W) {
         int64_t at = column + c, left = call->outputs - at;
         vf bias = call->bias ? load_upto(call->bias_type, call->bias, at, left) : (vf){0};
-        vf scale = grid->kind == INT8 || grid->kind == INT8_DYNAMIC ? load((const float *)call->scales + at) : (vf){0};
+        vf scale = has_column_scales(grid->kind) ? load((const float *)call->scales + at) : (vf){0};
         for (int r = 0; r < rows; r++) {
             vf sum = load(sums + r * PANEL + c);
-            if (grid->kind == INT8) sum *= scale;
+            if (grid->kind == INT8 || grid->kind == INT8_PAIRS) sum *= scale;
             if (grid->kind == INT8_DYNAMIC) sum = to_float((vi)sum) * (splat(row_scales(grid)[row + r]) * scale);
             if (call->bias) sum += bias; /* adding 0 would turn -0 into 0 */
             store_upto(call->type, call->out, (row + r) * call->out_stride + at, left, sum);
@@ -102,7 +104,7 @@ static Panel panel_at(const Grid *grid, int64_t index) {
     const LinearCall *call = grid->call;
     Panel panel = {.weights = (const char *)call->weight + index * panel_size(grid->kind, call->inputs)};
     if (grid->kind == INT8_DYNAMIC) panel.column_sums = call->column_sums + index * PANEL;
-    if (grid->kind == INT4) {
+    if (is_int4(grid->kind)) {
         int64_t groups = (call->inputs + call->group - 1) / call->group;
         panel.scales = (const uint16_t *)call->scales + index * groups * PANEL;
         panel.group = call->group;
@@ -150,9 +152,9 @@ static void multiply_piece(const Grid *grid, int64_t piece) {
 
 /* The `left` elements of a row of x from `index` on, or as many as go in CHUNK words; the rest of the words is 0. */
 INLINE void pack_chunk(int kind, int type, const void *x, int64_t index, int64_t left, uint32_t *to) {
-    if (kind == BFLOAT16_PAIRS && left >= 2 * CHUNK) {
+    if (has_pairs(kind) && left >= 2 * CHUNK) {
         memcpy(to, (const uint16_t *)x + index, 4 * CHUNK);
-    } else if (kind == BFLOAT16_PAIRS) {
+    } else if (has_pairs(kind)) {
         memset(to, 0, 4 * CHUNK);
         memcpy(to, (const uint16_t *)x + index, 2 * left);
     } else {
@@ -212,7 +214,7 @@ INLINE void pack_as(const Grid *grid, int type, int64_t tile) {
 }
 
 static void pack(const Grid *grid, int64_t tile) {
-    if (grid->kind == BFLOAT16_PAIRS) {
+    if (has_pairs(grid->kind)) {
         pack_tile(grid, BFLOAT16_PAIRS, BFLOAT16, tile);
         return;
     }
@@ -226,12 +228,11 @@ static void pack(const Grid *grid, int64_t tile) {
 static Grid grid_of(const LinearCall *call, int64_t threads) {
     Grid grid = {.call = call, .kind = call->weight_type, .threads = threads};
     if (HAS_AMX) grid.by_amx = amx_serves(call);
-    if ((HAS_PAIRS || grid.by_amx) && call->type == BFLOAT16 && call->weight_type == BFLOAT16)
-        grid.kind = BFLOAT16_PAIRS;
+    if ((HAS_PAIRS || grid.by_amx) && call->type == BFLOAT16) grid.kind = in_pairs(call->weight_type);
     int per_word = inputs_per_word(grid.kind);
     grid.words = (call->inputs + per_word - 1) / per_word;
     grid.packed_words = (grid.words + CHUNK - 1) / CHUNK * CHUNK;
-    int tallest = grid.by_amx ? AMX_ROWS : grid.kind == INT4 ? TALLEST_INT4 : TALLEST;
+    int tallest = grid.by_amx ? AMX_ROWS : is_int4(grid.kind) ? TALLEST_INT4 : TALLEST;
     int per_block = grid.by_amx ? AMX_GROUPS_PER_BLOCK : TILES_PER_BLOCK;
     grid.tiles = (call->rows + tallest - 1) / tallest;
     grid.blocks = (grid.tiles + per_block - 1) / per_block;

@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "rows.h"
+#include "pairs.h"
 
 #define PANEL (2 * W)
 #define CHUNK 16
@@ -24,14 +24,9 @@
 /* Sums of groups take as many registers as those of all inputs. */
 #define TALLEST_INT4 (TALLEST / 2)
 
-/* How a weight is stored and multiplied, after the element types; BFLOAT16_PAIRS is BFLOAT16 times rows of the same. */
-enum { INT8 = 4, INT8_DYNAMIC = 5, INT4 = 6, BFLOAT16_PAIRS = 7 };
-
-#if defined(__AVX512BF16__)
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
+/* How a weight is stored and multiplied, after the element types. Those of pairs are for rows of BFLOAT16, of which two
+ * inputs are multiplied at once; integers of eight bits are exact in it. */
+enum { INT8 = 4, INT8_DYNAMIC = 5, INT4 = 6, BFLOAT16_PAIRS = 7, INT8_PAIRS = 8, INT4_PAIRS = 9 };
 
 /* One panel, and what goes with it. */
 typedef struct {
@@ -49,11 +44,24 @@ typedef struct {
     int far;
 } Ahead;
 
+INLINE int has_pairs(int kind) { return kind >= BFLOAT16_PAIRS; }
+INLINE int in_pairs(int kind) {
+    return kind == BFLOAT16 ? BFLOAT16_PAIRS : kind == INT8 ? INT8_PAIRS : kind == INT4 ? INT4_PAIRS : kind;
+}
+INLINE int has_column_scales(int kind) { return kind == INT8 || kind == INT8_PAIRS || kind == INT8_DYNAMIC; }
+INLINE int is_int4(int kind) { return kind == INT4 || kind == INT4_PAIRS; }
+
 /* Inputs in a word of x. */
-INLINE int inputs_per_word(int kind) { return kind == BFLOAT16_PAIRS ? 2 : kind == INT8_DYNAMIC ? 4 : 1; }
+INLINE int inputs_per_word(int kind) { return has_pairs(kind) ? 2 : kind == INT8_DYNAMIC ? 4 : 1; }
 
 /* Words of x that a word of the weight meets. */
-INLINE int words_per_weight(int kind) { return kind == BFLOAT16 ? 2 : kind == INT8 ? 4 : kind == INT4 ? 8 : 1; }
+INLINE int words_per_weight(int kind) {
+    int inputs = kind == BFLOAT16 || kind == BFLOAT16_PAIRS                      ? 2
+                 : kind == INT8 || kind == INT8_DYNAMIC || kind == INT8_PAIRS ? 4
+                 : is_int4(kind)                                              ? 8
+                                                                              : 1;
+    return inputs / inputs_per_word(kind);
+}
 
 /* Bytes of so many inputs of a panel. */
 INLINE int64_t panel_size(int kind, int64_t inputs) {
@@ -82,7 +90,8 @@ INLINE vf to_float(vi x) {
 }
 
 /* What word i of x is multiplied with, of the words that this one of the weight meets. */
-INLINE vf factor(int kind, vu weights, int i) {
+INLINE vf factor(int kind, int rows, vu weights, int i) {
+    (void)rows;
     if (kind == BFLOAT16) return (vf)(i ? weights & 0xffff0000 : weights << 16);
     if (kind == INT8) {
         /* Under the exponent for which its lowest bit counts 1, a byte plus 128 is added to that power of two. */
@@ -90,14 +99,17 @@ INLINE vf factor(int kind, vu weights, int i) {
         vu byte = (i < 2 ? weights : weights >> 16) & (0xffu << place);
         return (vf)(byte ^ ((150u - place) << 23 | 0x80u << place)) - splat((1 << (23 - place)) + 128);
     }
-    if (kind == INT4) {
-#if defined(__AVX512F__)
-        const vf values = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-        return (vf)_mm512_permutexvar_ps((__m512i)(weights >> (4 * i)), (__m512)values); /* by the low four bits */
-#else
-        return to_float((vi)(weights << (28 - 4 * i)) >> 28);
+    if (kind == INT4) return value_of_nibble(weights >> (4 * (i / 2) + 16 * (i % 2)));
+#if HAS_PAIRS
+    if (kind == INT8_PAIRS) {
+#if HAS_BYTE_TABLES
+        if (rows <= MOST_ROWS_OF_TABLES) return (vf)pair_of_bytes(weights, i);
 #endif
+        /* As floats both have zeros in their lower halves. */
+        return (vf)((vu)factor(INT8, rows, weights, 2 * i) >> 16 | (vu)factor(INT8, rows, weights, 2 * i + 1));
     }
+    if (kind == INT4_PAIRS) return (vf)pair_of_nibbles(weights >> (4 * i));
+#endif
     return (vf)weights;
 }
 
@@ -118,7 +130,7 @@ INLINE vf multiply_add(int kind, vf sum, uint32_t word, vf weights) {
 #endif
     }
 #if HAS_PAIRS
-    if (kind == BFLOAT16_PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+    if (has_pairs(kind)) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
 #endif
     return sum + (vf)x * weights;
 }
@@ -144,11 +156,11 @@ INLINE void ask(const Ahead *ahead, int64_t k) {
 INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, const Panel *panel, const Ahead *ahead,
                           float *sums) {
     vf left[TALLEST], right[TALLEST], left_total[TALLEST_INT4], right_total[TALLEST_INT4];
-    int step = words_per_weight(kind), asks = rows * step > 4; /* where reads are all the work, they do best alone */
-    int64_t group_end = panel->group;
+    int step = words_per_weight(kind), asks = rows * step > 4 || kind >= INT8_PAIRS; /* where reads are all the work, they do best alone */
+    int64_t group = panel->group / inputs_per_word(kind), group_end = group; /* in words */
     const uint16_t *scales = panel->scales;
     for (int r = 0; r < rows; r++) left[r] = start(kind, panel, 0), right[r] = start(kind, panel, W);
-    if (kind == INT4)
+    if (is_int4(kind))
         for (int r = 0; r < rows; r++) left_total[r] = right_total[r] = (vf){0};
     for (int64_t begin = 0; begin < words; begin += CHUNK, x += rows * CHUNK) {
         int count = words - begin < CHUNK ? words - begin : CHUNK;
@@ -158,7 +170,7 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
             vu first = load_weights(kind, panel->weights, k, 0), second = load_weights(kind, panel->weights, k, W);
 #pragma GCC unroll 8
             for (int i = 0; i < step; i++) {
-                vf a = factor(kind, first, i), b = factor(kind, second, i);
+                vf a = factor(kind, rows, first, i), b = factor(kind, rows, second, i);
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) {
                     left[r] = multiply_add(kind, left[r], x[r * CHUNK + word + i], a);
@@ -166,7 +178,7 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
                 }
             }
         }
-        if (kind == INT4 && (begin + CHUNK == group_end || begin + CHUNK >= words)) {
+        if (is_int4(kind) && (begin + CHUNK == group_end || begin + CHUNK >= words)) {
             vf a = load_as(BFLOAT16, scales, 0), b = load_as(BFLOAT16, scales, W);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
@@ -175,11 +187,11 @@ INLINE void multiply_tile(int kind, int rows, const uint32_t *x, int64_t words, 
                 left[r] = right[r] = (vf){0};
             }
             scales += PANEL;
-            group_end += panel->group;
+            group_end += group;
         }
     }
     for (int r = 0; r < rows; r++) {
-        store(sums + r * PANEL, kind == INT4 ? left_total[r] : left[r]);
-        store(sums + r * PANEL + W, kind == INT4 ? right_total[r] : right[r]);
+        store(sums + r * PANEL, is_int4(kind) ? left_total[r] : left[r]);
+        store(sums + r * PANEL + W, is_int4(kind) ? right_total[r] : right[r]);
     }
 }
