@@ -81,14 +81,17 @@ class PendingOutput:
         tokens[self._places] = sampled
         unfinished = None if self._unfinished is None else bool(self._unfinished)
         logprobs = {int(self._places[index]): entry for index, entry in merged(self._logprobs).items()}
-        errors = {int(self._places[index]): error for index, error in self._errors.items()}
+        errors: dict[int, str] = {}
+        if self._errors:
+            errors = {int(self._places[index]): error for index, error in self._errors.items()}
         counts = None
         if self._drafted is not None and tokens.size:
             kept, counts = accept(self._drafted, tokens)
             tokens, place = tokens[kept], np.cumsum(kept) - 1
             logprobs = {int(place[index]): entry for index, entry in logprobs.items() if kept[index]}
             errors = {int(place[index]): error for index, error in errors.items() if kept[index]}
-        errors = {index: error for index, error in errors.items() if tokens[index] == NOT_FINITE}
+        if errors:
+            errors = {index: error for index, error in errors.items() if tokens[index] == NOT_FINITE}
         pooled = None if self._pooled is None else self._pooled.result()
         prompt_logprobs = merged(self._prompt_logprobs)
         return StepOutput(self._step, tokens, logprobs, prompt_logprobs, unfinished, pooled, errors, counts)
