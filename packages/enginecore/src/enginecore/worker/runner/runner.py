@@ -89,7 +89,8 @@ class PendingOutput:
             kept, counts = accept(self._drafted, tokens)
             tokens, place = tokens[kept], np.cumsum(kept) - 1
             logprobs = {int(place[index]): entry for index, entry in logprobs.items() if kept[index]}
-            errors = {int(place[index]): error for index, error in errors.items() if kept[index]}
+            if errors:
+                errors = {int(place[index]): error for index, error in errors.items() if kept[index]}
         if errors:
             errors = {index: error for index, error in errors.items() if tokens[index] == NOT_FINITE}
         pooled = None if self._pooled is None else self._pooled.result()
