@@ -31,7 +31,7 @@ static int is_permitted(void) {
 /* Two groups of rows of different heights, two panels, and a last chunk that is not full. */
 #define TRIED_ROWS (AMX_ROWS + 5)
 #define TRIED_OUTPUTS (PANEL + 3)
-#define TRIED_WORDS (2 * CHUNK + 5)
+#define TRIED_WORDS (2 * CHUNK + 6)
 #define MOST_INPUTS (4 * TRIED_WORDS)
 
 typedef struct {
@@ -92,6 +92,19 @@ static void fill(Trial *trial, int weight_type, int x_bound, int weight_bound) {
     }
 }
 
+/* Has the second half of the inputs undo the first: what is left is what rounding made of the sums, in all its bits. */
+static void cancel(Trial *trial) {
+    const int half = TRIED_WORDS / 2, panel_half = 2 * half * PANEL;
+    for (int row = 0; row < TRIED_ROWS; row++) {
+        uint16_t *x = trial->x + row * trial->call.x_stride;
+        memcpy(x + 2 * half, x, 4 * half);
+    }
+    for (int panel = 0; panel < 2; panel++) {
+        uint16_t *first = trial->weight.pairs + panel * 2 * panel_half;
+        for (int i = 0; i < panel_half; i++) first[panel_half + i] = first[i] ^ 0x8000;
+    }
+}
+
 static void multiply_rows(const Trial *trial, int first, int rows, int by_amx, uint16_t *out) {
     LinearCall call = trial->call;
     call.x = trial->x + first * call.x_stride;
@@ -124,6 +137,7 @@ static int try_products(Trial *trial) {
     fill(trial, INT8_DYNAMIC, 32768, 128);
     if (!agrees(trial)) return AMX_WRONG_INTEGERS;
     fill(trial, BFLOAT16, 32768, 32768);
+    cancel(trial);
     return keeps_rows_apart(trial) ? AMX_IN_USE : AMX_MIXES_ROWS;
 }
 
