@@ -147,8 +147,27 @@ async def test_tokenize(client):
     response = await client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False})
     assert response.json()["tokens"] == [104, 105]
     response = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
-    text = "user: hi\nadd_generation_prompt=True\n"
+    text = "user: hi\n"
     assert response.json()["tokens"] == list(text.encode())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"documents": [{"text": "d"}], "add_special_tokens": True},
+    ],
+    ids=str,
+)
+async def test_tokenize_makes_the_prompt_that_a_chat_runs(client, engine, extra):
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}], **extra}
+    tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+    assert (await client.post("/v1/chat/completions", json={**body, "max_tokens": 1})).status_code == 200
+    assert tokens == list(engine.requests[-1].prompt.token_ids)
 
 
 async def test_tokenize_refuses(client):

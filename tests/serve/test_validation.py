@@ -281,6 +281,10 @@ NOT_SUPPORTED = [
     ("chat_template_kwargs", {"tools": []}),
     ("chat_template_kwargs", {"cache_salt": "x"}),
     ("truncate_prompt_tokens", 5),
+    ("n_predict", 5),
+    ("repeat_penalty", 1.1),
+    ("grammar", "root ::= x"),
+    ("json_schema", {}),
 ]
 
 
@@ -306,6 +310,8 @@ async def test_what_is_not_supported_is_refused_by_name(client, field, value):
         {"add_special_tokens": False},
         {"add_special_tokens": True},
         {"echo": False},
+        {"stop": ""},
+        {"repeat_penalty": 1.0},
     ],
     ids=str,
 )

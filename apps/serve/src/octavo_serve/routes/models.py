@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(msgspec.Struct):
-    """A text, or the messages of a chat."""
+    """A text, or the messages of a chat, with all that the chat's route makes a prompt of."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
@@ -62,17 +64,9 @@ async def tokenize(request: Request) -> Response:
         text, special = body.prompt, body.add_special_tokens is not False
         ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
     else:
-        messages = body.messages or []
-        openai.check_messages(messages)
-        openai.check_template_kwargs(body.chat_template_kwargs)
-        openai.check_tool_list(body.tools or [])
-        options = dict(body.chat_template_kwargs or {})
-        if body.tools:
-            options["tools"] = body.tools
-        options["add_generation_prompt"] = body.add_generation_prompt is not False
-        if body.add_special_tokens:
-            options["add_special_tokens"] = True
-        prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(messages, **options))
+        chat = openai.read_chat(fields, -1)
+        options = openai.template_options(chat)
+        prompt = await off_loop(len(raw), lambda: frontend.prepare_chat(chat.messages, **options))
         ids = list(prompt.token_ids)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
     if body.return_token_strs:

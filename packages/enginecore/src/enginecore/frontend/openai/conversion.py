@@ -198,6 +198,8 @@ def check_choices(prompts: int, samples: int) -> None:
 def _sampling_fields(body: Body) -> dict[str, Any]:
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     fields["structured_outputs"] = structured_outputs(body)
+    if fields["stop"] == "":
+        fields["stop"] = None
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     # A client that asks for several samples need not know that the model's own temperature is 0.
     equal = body.temperature is None and body.samples > 1

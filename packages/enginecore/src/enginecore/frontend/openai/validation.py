@@ -15,6 +15,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
+    "grammar": (),
+    "json_schema": (),
+    "n_predict": (),
+    "repeat_penalty": (1,),
 }
 """Fields that are refused by both routes, unless they are null or have one of these values."""
 
@@ -61,6 +65,10 @@ _REASONS = {
     "logits_processors": "a request may not bring logits_processors: the server's option of that name "
     "registers them, and vllm_xargs holds their arguments",
     "prompt_embeds": "prompt_embeds is not supported: give text or token ids",
+    "grammar": "grammar is llama.cpp's: send structured_outputs with a grammar",
+    "json_schema": "json_schema is llama.cpp's: send response_format, or structured_outputs with json",
+    "n_predict": "n_predict is llama.cpp's: send max_tokens",
+    "repeat_penalty": "repeat_penalty is llama.cpp's: send repetition_penalty",
     "functions": "functions is not supported: it was replaced by tools",
     "function_call": "function_call is not supported: it was replaced by tool_choice",
     "chat_template": "a request may not bring its own chat_template",
