@@ -316,6 +316,17 @@ def test_each_field_has_a_test():
     assert TESTS.keys() == {*SamplingParams.__struct_fields__}
 
 
+def halve(generated, logits):
+    return logits / 2
+
+
+def forbid_last(generated, logits):
+    """No token twice in a row."""
+    if generated:
+        logits[generated[-1]] = -np.inf
+    return logits
+
+
 @st.composite
 def requests(draw):
     """A prompt and parameters, of which some make the row change its logits, some report, some draw."""
@@ -339,6 +350,12 @@ def requests(draw):
         "logprobs": [0, 3],
         "logprob_token_ids": [[4, 5]],
         "prompt_logprobs": [1],
+        "structured_outputs": [
+            {"regex": "[abc]{2,20}"},
+            {"choice": ["abcab", "abd", "b"]},
+            {"json_object": True},
+        ],
+        "logits_processors": [[halve], [forbid_last]],
     }.items():
         if draw(st.integers(0, 4)) == 0 and not (name == "logprob_token_ids" and "logprobs" in fields):
             fields[name] = draw(st.sampled_from(values))
@@ -352,12 +369,24 @@ def alone(model):
     return LLM(str(model), **OPTIONS, max_num_seqs=1, enable_prefix_caching=False)
 
 
-@pytest.fixture(scope="module", params=["chunks", "preemptions"])
+CROWDED: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 7, "block_size": 8},
+    "preemptions": {"num_blocks_override": 16, "block_size": 4},
+    "drafts": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 2,
+        }
+    },
+}
+"""Prompts cut into chunks of 7 tokens at most; a cache that three rows fill; drafts by prompt lookup."""
+
+
+@pytest.fixture(scope="module", params=CROWDED)
 def crowded(request, model):
-    """Prompts cut into chunks of 7 tokens at most; or a cache that three rows fill, of blocks of 4."""
-    tight = {"num_blocks_override": 16, "block_size": 4}
-    small = {"max_num_batched_tokens": 7, "block_size": 8} if request.param == "chunks" else tight
-    return LLM(str(model), **OPTIONS, max_num_seqs=4, **small)
+    return LLM(str(model), **OPTIONS, max_num_seqs=4, **CROWDED[request.param])
 
 
 @settings(deadline=None, max_examples=15, derandomize=True)
@@ -386,6 +415,8 @@ def test_the_small_cache_preempts(crowded, request):
             [list(b"abcd") * 7] * 4, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         )
         assert crowded.llm_engine.stats().preemptions > 0
+    if "drafts" in request.node.name:
+        assert crowded.llm_engine.stats().num_accepted_tokens > 0
 
 
 def test_an_engine_that_is_stepped_by_hand_takes_callables_too(model):
