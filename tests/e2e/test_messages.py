@@ -126,6 +126,16 @@ def test_tools(served):
     assert served.create(asked | {"messages": turns, "max_tokens": 1}).content
 
 
+def test_a_call_that_was_asked_for_by_name_or_cut(served):
+    """The grammar bends whatever the model wants to say into a call."""
+    forced = served.ask("letters", tools=[LOOKUP], tool_choice={"type": "tool", "name": "lookup"})
+    whole = served.create(forced | {"max_tokens": 3})
+    (call,) = whole.content
+    assert (whole.stop_reason, call.type, call.input) == ("max_tokens", "tool_use", {})
+    (streamed,) = served.final(forced | {"max_tokens": 3}).content
+    assert streamed.input == call.input
+
+
 def test_reasoning_is_a_block_of_its_own(served):
     asked = served.ask("thought")
     whole = served.create(asked)

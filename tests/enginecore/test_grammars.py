@@ -197,6 +197,10 @@ REFUSED = [
         },
         "too large",
     ),
+    ({"json": {"$ref": "#"}}, "allows no text|too"),
+    ({"json": {"$defs": {"x": {"$ref": "#/$defs/x"}}, "$ref": "#/$defs/x"}}, "allows no text|too"),
+    ({"grammar": 'start: x\nx: x "b"'}, "allows no text|too|ambiguous"),
+    ({"regex": r"[^\s\S]"}, "."),
     ({"regex": "("}, "unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"regex": r"(a)\1"}, "backreferences"),
@@ -261,6 +265,29 @@ def test_text_that_is_forced_is_cut_as_the_tokenizer_cuts_it(tokenizer_folders):
     assert len(wanted) < len(text)
     for place, token in enumerate(wanted):
         assert language.next_tokens(wanted[:place]) == [token]
+
+
+@pytest.mark.parametrize("text", ["x<|end|>y", "<|user|>", "a<|assistant|><|end|>"])
+def test_text_that_spells_a_special_token_is_text(tokenizer_folders, text):
+    tokenizer = _load(tokenizer_folders["stories"])
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.token_id("<|end|>")])
+    reader = GuideReader(tokenizer, lambda: grammars)
+    language = Language(grammars, reader.read(StructuredOutputsParams(choice=[text])))
+    ids: list[int] = []
+    while b"".join(tokenizer.token_bytes(token) for token in ids) != text.encode():
+        (allowed,) = language.next_tokens(ids)  # nothing else may come
+        assert allowed not in tokenizer.special_ids
+        ids.append(allowed)
+    assert language.next_tokens(ids) == [tokenizer.token_id("<|end|>")]
+
+
+def test_many_alternatives_at_one_place(read):
+    choices = [f"{number:04}" for number in range(5000)]
+    language = read(choice=choices)
+    assert language.allows("4999")
+    assert not language.allows("5000")
+    optional = {f"p{number}": {"type": "null"} for number in range(600)}
+    assert read(json={"type": "object", "properties": optional}).allows('{"p599":null}')
 
 
 def _load(folder: Path) -> Tokenizer:

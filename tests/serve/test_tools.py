@@ -212,8 +212,8 @@ async def test_tools_reach_the_template_whether_they_may_be_called_or_not(client
     await chat(client, tools=[])
     assert "tools=" not in hermes.requests[-1].prompt.text
     answer = await client.post("/tokenize", json={"messages": MESSAGES, "tools": [F]})
-    assert answer.json()["count"] == len(hermes.frontend.prepare_chat(
-        MESSAGES, tools=[F], add_generation_prompt=True).token_ids)  # fmt: skip
+    prompt = hermes.frontend.prepare_chat(MESSAGES, tools=[F])
+    assert answer.json()["count"] == len(prompt.token_ids)
     assert (
         error_of(await client.post("/tokenize", json={"messages": MESSAGES, "tools": [{}]}))["param"]
         == "tools"

@@ -41,6 +41,15 @@ class ContextLengthError(RequestError):
         super().__init__(message, param, self.CODE)
 
 
+class NoTokenError(RequestError):
+    """What a request says of its tokens leaves none to choose from."""
+
+    START = "no token could be chosen: "
+
+    def __init__(self, reason: str, param: str | None = None) -> None:
+        super().__init__(self.START + reason, param)
+
+
 class RequestAbortedError(OctavoError):
     """The request was aborted by somebody else than the reader of its outputs."""
 

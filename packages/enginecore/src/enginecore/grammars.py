@@ -22,6 +22,9 @@ MAX_COMPILED = 128
 MAX_LEXER_STATES = 50_000
 """Most states of a grammar's automata, of some kilobytes each; a request that needs more fails."""
 
+MAX_ITEMS = 20_000
+"""Most ways in which a grammar may go on at one place: a choice's texts, an object's optional keys."""
+
 
 class GrammarError(ValueError):
     """A grammar cannot be compiled, or not for this vocabulary; the message says why in one line."""
@@ -41,7 +44,9 @@ class Grammars:
         """
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
-        self._limits: LLParserLimits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits: LLParserLimits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, max_items_in_row=MAX_ITEMS, verbose_errors=False
+        )
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_ids)
         self.eos_id = vocabulary.eos_token_id
         """The id whose bit in a mask says that the grammar may end."""
@@ -76,8 +81,13 @@ class Grammars:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise GrammarError(one_line(matcher.get_error()))
+        # Limits on a grammar's size are met, and one that no text fits is seen, at the first token.
+        allowed = b"" if matcher.is_error() else matcher.compute_bitmask()
+        reason = matcher.get_error() if matcher.is_error() else ""
+        if "NoExtension" in reason or not (reason or any(allowed)):
+            raise GrammarError("it allows no text, not even an empty one")
+        if reason:
+            raise GrammarError(one_line(reason))
         return matcher
 
 
@@ -111,7 +121,7 @@ class _Vocabulary:
         self.bos_token_id = tokenizer.bos_token_id
         special = {token for token in tokenizer.special_ids if token < vocab_size}
         self.special_token_ids = sorted(special | set(inside))
-        hidden = set(self.special_token_ids)
+        self._hidden = hidden = set(self.special_token_ids)
         self._ids: dict[bytes, int] = {}
         for token, piece in enumerate(self.tokens):
             if piece and token not in hidden:
@@ -120,10 +130,13 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens whose bytes are `text`: those that `encode` gives, if it puts nothing before them."""
+        """Return tokens whose bytes are `text`: those that `encode` gives, if it puts nothing before them.
+
+        None is a special token: where the text spells one, it is meant as text.
+        """
         wanted = text.encode() if isinstance(text, str) else text
         ids = self._tokenizer.encode(wanted.decode("utf-8", "replace"), add_special_tokens=False)
-        known = all(token < len(self.tokens) for token in ids)
+        known = all(token < len(self.tokens) and token not in self._hidden for token in ids)
         if known and b"".join([self.tokens[token] for token in ids]) == wanted:
             return ids
         return self._longest_first(wanted)

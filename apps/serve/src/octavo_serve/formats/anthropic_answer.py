@@ -30,7 +30,7 @@ def message(head: Head, body: ChatBody, output: RequestOutput, parsers: Parsers)
     blocks.push(deltas.push(sample.text))
     blocks.push(deltas.finish())
     usage = _usage(len(output.prompt_token_ids), len(sample.token_ids))
-    ending = _ending(sample, deltas)
+    ending = _ending(sample, deltas, blocks)
     return {
         **_heading(head),
         "content": [_content(block) for block in blocks.blocks],
@@ -94,7 +94,7 @@ class MessageEvents:
             return []
         self._ended = True
         events = self._told([*self._blocks.push(self._deltas.finish()), *self._blocks.finish()])
-        ending = _ending(sample, self._deltas)
+        ending = _ending(sample, self._deltas, self._blocks)
         usage = _usage(self._prompt_tokens, self._output_tokens)
         return [*events, _event({"type": "message_delta", "delta": ending, "usage": usage})]
 
@@ -124,18 +124,19 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments; those that were cut are no JSON, and stand as the text they are."""
-    if not arguments:
-        return {}
+    """Return a call's arguments, an object in this API; {} for those that were cut, as in streams."""
     try:
-        return msgspec.json.decode(arguments)
+        found = msgspec.json.decode(arguments)
     except msgspec.DecodeError:
-        return arguments
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _ending(sample: CompletionOutput, deltas: Deltas) -> dict[str, Any]:
+def _ending(sample: CompletionOutput, deltas: Deltas, blocks: Blocks) -> dict[str, Any]:
     text = sample.stop_reason if isinstance(sample.stop_reason, str) else None
     reason = deltas.finish_reason(sample.finish_reason) or "stop"
+    if reason == "stop" and any(block.kind == "call" for block in blocks.blocks):
+        reason = "tool_calls"  # also of a call that was asked for by name
     stopped = reason == "stop" and text is not None
     return {
         "stop_reason": "stop_sequence" if stopped else _STOP_REASONS[reason],

@@ -7,7 +7,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from enginecore import RequestOutput
-from enginecore.errors import ContextLengthError, RequestError
+from enginecore.errors import ContextLengthError, NoTokenError, RequestError
 from octavo_serve.access import request_id
 from octavo_serve.errors import ApiError
 from octavo_serve.state import ServerState
@@ -61,7 +61,7 @@ def raise_failure(output: RequestOutput) -> None:
     """Raise the error of a request that could not be run, if it could not.
 
     Raises:
-        RequestError: it is too long, as only the core could tell.
+        RequestError: it is too long, or its grammar and the rest leave no token, as only the core could tell.
         ApiError: 500.
     """
     for sample in output.outputs:
@@ -69,6 +69,8 @@ def raise_failure(output: RequestOutput) -> None:
             reason = str(sample.stop_reason or "the engine gave this request up")
             if reason.startswith(ContextLengthError.START):
                 raise RequestError(reason, "prompt", ContextLengthError.CODE)
+            if reason.startswith(NoTokenError.START):
+                raise RequestError(reason, "structured_outputs")
             raise ApiError(500, reason)
 
 

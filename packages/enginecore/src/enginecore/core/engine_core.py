@@ -40,7 +40,7 @@ from enginecore.core.step_log import PLAN, RUN, StepLog, block_map
 from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, LoadReport, RankPlace
 from enginecore.data_parallel.prefixes import all_keys, kv_events, request_salt
-from enginecore.errors import ContextLengthError, EngineDeadError
+from enginecore.errors import ContextLengthError, EngineDeadError, NoTokenError
 from enginecore.executor.executor import Executor, OnLoaded, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
 from enginecore.messages import (
@@ -60,9 +60,9 @@ from kvblocks import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-_NO_TOKEN = (
-    "no token could be chosen: the grammar is too ambiguous to be followed, or it and allowed_token_ids or "
-    "bad_words leave none; or the model's logits are NaN or infinite"
+_NO_TOKEN = NoTokenError.START + (
+    "the grammar is too ambiguous to be followed, or it and allowed_token_ids or bad_words leave none; or "
+    "the model's logits are NaN or infinite"
 )
 _NO_LOGITS = "the model's logits are NaN or infinite: its weights are damaged, or too large for its dtype"
 

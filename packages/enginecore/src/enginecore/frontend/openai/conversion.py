@@ -139,6 +139,11 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
     schema = calls_schema(body)
     with blaming(body):
         if schema is not None:
+            if fields.get("structured_outputs") is not None:
+                name = guide_field(body) or "structured_outputs"
+                raise RequestError(
+                    f"{name} and a tool_choice that forces a call exclude each other", "tool_choice"
+                )
             fields["structured_outputs"] = {"json": schema}
         return _params(fields)
 

@@ -58,6 +58,7 @@ _REFUSED_BEAMS: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "tool_choice": ("none", "auto"),
 }
 """Fields that beam search has no use for."""
 

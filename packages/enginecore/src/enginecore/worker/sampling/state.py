@@ -65,6 +65,8 @@ class SamplingState:
         self.prompt_logprobs_done[row] = sampling.prompt_logprobs_done
         for name, column in self.floats.items():
             column[row] = min(getattr(params, name), _LARGEST)
+        # Logits are divided by it.
+        self.floats["repetition_penalty"][row] = max(params.repetition_penalty, 1 / _LARGEST)
         self.penalised[row] = _penalised(params)
         self.processed[row] = self.processors.set(row, params)
         self.always_changed[row] = self.penalised[row] | self.processed[row]
