@@ -66,7 +66,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], components:
         rows.append(("key", "<code>Authorization: Bearer KEY</code> or <code>x-api-key: KEY</code>"))
     for code, given in operation["responses"].items():
         answer = components["responses"][given["$ref"].rpartition("/")[2]] if "$ref" in given else given
-        rows.append((code, f"{escape(answer['description'])} {_content(answer)}"))
+        rows.append((code, f"{escape(answer['description'])}<br>{_content(answer)}"))
     return _folded(
         f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(operation['summary'])}", _table(rows)
     )
@@ -76,8 +76,8 @@ def _content(holder: Mapping[str, Any]) -> str:
     """Return the types that a body or an answer may have."""
     shown = []
     for media_type, entry in holder.get("content", {}).items():
-        schema = entry["schema"]
-        shown.append(f"<code>{media_type}</code> {_schema(schema)} {escape(schema.get('description', ''))}")
+        kind = _schema(entry["schema"]) if "schema" in entry else ""
+        shown.append(f"<code>{media_type}</code> {kind}")
     return "<br>".join(shown)
 
 
@@ -90,6 +90,9 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
         )
         for field, one in schema.get("properties", {}).items()
     ]
+    for one in schema.get("anyOf", ()):
+        fields = " and ".join(f"<code>{escape(field)}</code>" for field in one["required"])
+        rows.append(("either", fields))
     summary = f"<code>{escape(name)}</code> {escape(schema.get('description', ''))}"
     return f'<section id="{escape(name)}">{_folded(summary, _table(rows))}</section>'
 

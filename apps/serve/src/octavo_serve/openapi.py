@@ -47,8 +47,8 @@ _PARAMETERS = {
     "name": "A name of the served model; a / in it may be sent as it is.",
 }
 
-_CHUNKS = "Server-sent events, with `stream: true`. The data of each is a `{}`; the last is `[DONE]`."
-_EVENTS = "Server-sent events, with `stream: true`, as {} describes them."
+_CHUNKS = "With `stream: true`, server-sent events: the data of each is a `{}`, that of the last `[DONE]`."
+_EVENTS = "With `stream: true`, server-sent events as in {}."
 
 _ABOUT = (
     "Inference of one large language model, in the formats of OpenAI and Anthropic.\n\nWebSocket /v1/stream,"
@@ -129,6 +129,16 @@ _REQUIRED_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Schemas of fields that are read by hand, and so have no type in their struct."""
 
+_TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, _TEXTS]}
+_EITHER: dict[str, tuple[dict[str, Any], ...]] = {
+    "ScoreBody": tuple(
+        dict.fromkeys(names, _TEXT_OR_TEXTS)
+        for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+    ),
+    "TokenizeBody": ({"prompt": {"type": "string"}}, {"messages": _list_of(schemas.ChatMessage)}),
+}
+"""Groups of fields of which a body has one."""
+
 _BESIDE = (
     schemas.Error,
     schemas.AnthropicError,
@@ -188,7 +198,7 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _refined(components: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schemas, those of bodies with `_REQUIRED_FIELDS`."""
+    """Return the schemas, those of bodies with `_REQUIRED_FIELDS` and `_EITHER`."""
     found = dict(components)
     for name, fields in _REQUIRED_FIELDS.items():
         if name in found:
@@ -196,6 +206,10 @@ def _refined(components: Mapping[str, Any]) -> dict[str, Any]:
             required = [*dict.fromkeys([*schema.get("required", []), *fields])]
             properties = {**schema["properties"], **fields}
             found[name] = {**schema, "properties": properties, "required": required}
+    for name, groups in _EITHER.items():
+        if name in found:
+            choices = [{"required": list(fields), "properties": fields} for fields in groups]
+            found[name] = {**found[name], "anyOf": choices}
     return found
 
 
@@ -232,8 +246,9 @@ def _operation(path: str, endpoint: FunctionType, one: _Operation, *, needs_key:
 
 
 def _answer(one: _Operation) -> dict[str, Any]:
+    description = "The answer." if one.status == 200 else "It was begun."
     found: dict[str, Any] = {
-        "description": "The answer." if one.status == 200 else "It was begun.",
+        "description": f"{description} {one.stream}" if one.stream else description,
         "headers": {"X-Request-Id": _ref("headers", "RequestId")},
     }
     if one.answer is None:
@@ -242,7 +257,8 @@ def _answer(one: _Operation) -> dict[str, Any]:
     schema = _ref("schemas", one.answer.__name__) if named else msgspec.json.schema(one.answer)
     content: dict[str, Any] = {one.media_type: {"schema": schema}}
     if one.stream is not None:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": one.stream}}
+        # OpenAPI has a schema for events from 3.2 on only, which few tools read yet.
+        content["text/event-stream"] = {}
     return {**found, "content": content}
 
 
