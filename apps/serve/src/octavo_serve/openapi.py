@@ -13,12 +13,25 @@ import msgspec
 
 from enginecore import __version__
 from enginecore.frontend.openai import ChatBody, CompletionBody, EmbeddingBody, RerankBody, ScoreBody
-from octavo_serve import schemas
 from octavo_serve.auth import OPEN_PATHS
 from octavo_serve.errors import is_anthropic
 from octavo_serve.formats.anthropic_body import CountBody, MessagesBody
 from octavo_serve.formats.responses_body import ResponsesBody
 from octavo_serve.routes import admin, embeddings, experts, generate, messages, models, responses, status
+from octavo_serve.schemas.anthropic import AnthropicError, InputMessage, Message, TokenCount
+from octavo_serve.schemas.openai import (
+    ChatChunk,
+    ChatCompletion,
+    ChatMessage,
+    Completion,
+    CompletionChunk,
+    Error,
+    Model,
+    Models,
+)
+from octavo_serve.schemas.pooling import Embeddings, Ranking, Scores
+from octavo_serve.schemas.responses import DeletedResponse, InputItems, Response
+from octavo_serve.schemas.service import DetokenizedText, Health, Load, Reloading, Tokens, Version
 
 Route = tuple[str, str, FunctionType]
 """Method, path and endpoint."""
@@ -73,34 +86,34 @@ class _Operation(NamedTuple):
 
 _OPERATIONS: dict[FunctionType, _Operation] = {
     generate.create_completion: _Operation(
-        "OpenAI", schemas.Completion, _GENERATES, CompletionBody, _CHUNKS.format("CompletionChunk")
+        "OpenAI", Completion, _GENERATES, CompletionBody, _CHUNKS.format("CompletionChunk")
     ),
     generate.create_chat_completion: _Operation(
-        "OpenAI", schemas.ChatCompletion, _GENERATES, ChatBody, _CHUNKS.format("ChatChunk")
+        "OpenAI", ChatCompletion, _GENERATES, ChatBody, _CHUNKS.format("ChatChunk")
     ),
-    embeddings.create_embeddings: _Operation("OpenAI", schemas.Embeddings, _GENERATES, EmbeddingBody),
-    embeddings.score: _Operation("Scores", schemas.Scores, _GENERATES, ScoreBody),
-    embeddings.rerank: _Operation("Scores", schemas.Ranking, _GENERATES, RerankBody),
+    embeddings.create_embeddings: _Operation("OpenAI", Embeddings, _GENERATES, EmbeddingBody),
+    embeddings.score: _Operation("Scores", Scores, _GENERATES, ScoreBody),
+    embeddings.rerank: _Operation("Scores", Ranking, _GENERATES, RerankBody),
     responses.create_response: _Operation(
-        "OpenAI", schemas.Response, _GENERATES, ResponsesBody, _EVENTS.format("OpenAI's Responses API")
+        "OpenAI", Response, _GENERATES, ResponsesBody, _EVENTS.format("OpenAI's Responses API")
     ),
-    responses.show_response: _Operation("OpenAI", schemas.Response, (404,)),
-    responses.delete_response: _Operation("OpenAI", schemas.DeletedResponse, (404,)),
-    responses.list_input_items: _Operation("OpenAI", schemas.InputItems, (404,)),
+    responses.show_response: _Operation("OpenAI", Response, (404,)),
+    responses.delete_response: _Operation("OpenAI", DeletedResponse, (404,)),
+    responses.list_input_items: _Operation("OpenAI", InputItems, (404,)),
     messages.create_message: _Operation(
-        "Anthropic", schemas.Message, _GENERATES, MessagesBody, _EVENTS.format("Anthropic's Messages API")
+        "Anthropic", Message, _GENERATES, MessagesBody, _EVENTS.format("Anthropic's Messages API")
     ),
-    messages.count_tokens: _Operation("Anthropic", schemas.TokenCount, _BODY, CountBody),
-    models.list_models: _Operation("OpenAI", schemas.Models, (503,)),
-    models.show_model: _Operation("OpenAI", schemas.Model, (404, 503)),
-    models.tokenize: _Operation("Tokens", schemas.Tokens, _BODY, models.TokenizeBody),
-    models.detokenize: _Operation("Tokens", schemas.DetokenizedText, _BODY, models.DetokenizeBody),
-    status.health: _Operation("Operation", schemas.Health, (503,)),
-    status.version: _Operation("Operation", schemas.Version),
-    status.load: _Operation("Operation", schemas.Load),
+    messages.count_tokens: _Operation("Anthropic", TokenCount, _BODY, CountBody),
+    models.list_models: _Operation("OpenAI", Models, (503,)),
+    models.show_model: _Operation("OpenAI", Model, (404, 503)),
+    models.tokenize: _Operation("Tokens", Tokens, _BODY, models.TokenizeBody),
+    models.detokenize: _Operation("Tokens", DetokenizedText, _BODY, models.DetokenizeBody),
+    status.health: _Operation("Operation", Health, (503,)),
+    status.version: _Operation("Operation", Version),
+    status.load: _Operation("Operation", Load),
     status.metrics: _Operation("Operation", str, media_type="text/plain"),
     experts.expert_loads: _Operation("Operation", list[list[int]], (404, 503)),
-    experts.reload_placement: _Operation("Operation", schemas.Reloading, (400,), status=202),
+    experts.reload_placement: _Operation("Operation", Reloading, (400,), status=202),
     admin.reset_prefix_cache: _Operation("Operation", None, (503,)),
 }
 
@@ -123,9 +136,9 @@ def _list_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 _REQUIRED_FIELDS: dict[str, dict[str, Any]] = {
     "CompletionBody": {"prompt": _PROMPT},
     "EmbeddingBody": {"input": _PROMPT},
-    "ChatBody": {"messages": _list_of(schemas.ChatMessage)},
-    "MessagesBody": {"messages": _list_of(schemas.InputMessage)},
-    "CountBody": {"messages": _list_of(schemas.InputMessage)},
+    "ChatBody": {"messages": _list_of(ChatMessage)},
+    "MessagesBody": {"messages": _list_of(InputMessage)},
+    "CountBody": {"messages": _list_of(InputMessage)},
 }
 """Schemas of fields that are read by hand, and so have no type in their struct."""
 
@@ -135,17 +148,17 @@ _EITHER: dict[str, tuple[dict[str, Any], ...]] = {
         dict.fromkeys(names, _TEXT_OR_TEXTS)
         for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
     ),
-    "TokenizeBody": ({"prompt": {"type": "string"}}, {"messages": _list_of(schemas.ChatMessage)}),
+    "TokenizeBody": ({"prompt": {"type": "string"}}, {"messages": _list_of(ChatMessage)}),
 }
 """Groups of fields of which a body has one."""
 
 _BESIDE = (
-    schemas.Error,
-    schemas.AnthropicError,
-    schemas.CompletionChunk,
-    schemas.ChatChunk,
-    schemas.ChatMessage,
-    schemas.InputMessage,
+    Error,
+    AnthropicError,
+    CompletionChunk,
+    ChatChunk,
+    ChatMessage,
+    InputMessage,
 )
 """Types that no operation has as its body or answer."""
 
