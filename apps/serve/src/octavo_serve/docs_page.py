@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -44,7 +45,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
             by_tag.setdefault(operation["tags"][0], []).append(shown)
     routes = "".join(f"<h2>{escape(tag)}</h2>{''.join(shown)}" for tag, shown in by_tag.items())
     types = "".join(_type(name, schema) for name, schema in document["components"]["schemas"].items())
-    about = "".join(f"<p>{escape(part)}</p>" for part in info["description"].split("\n\n"))
+    about = "".join(f"<p>{_prose(part)}</p>" for part in info["description"].split("\n\n"))
     title = f"{escape(info['title'])} {escape(info['version'])}"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}: routes</title>'
@@ -57,7 +58,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 def _operation(method: str, path: str, operation: Mapping[str, Any], components: Mapping[str, Any]) -> str:
     rows = [
-        (f"<code>{escape(one['name'])}</code> in the path", escape(one["description"]))
+        (f"<code>{escape(one['name'])}</code> in the path", _prose(one["description"]))
         for one in operation.get("parameters", ())
     ]
     if "requestBody" in operation:
@@ -66,9 +67,9 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], components:
         rows.append(("key", "<code>Authorization: Bearer KEY</code> or <code>x-api-key: KEY</code>"))
     for code, given in operation["responses"].items():
         answer = components["responses"][given["$ref"].rpartition("/")[2]] if "$ref" in given else given
-        rows.append((code, f"{escape(answer['description'])}<br>{_content(answer)}"))
+        rows.append((code, f"{_prose(answer['description'])}<br>{_content(answer)}"))
     return _folded(
-        f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(operation['summary'])}", _table(rows)
+        f"<b>{method.upper()}</b> <code>{escape(path)}</code> {_prose(operation['summary'])}", _table(rows)
     )
 
 
@@ -86,14 +87,14 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
     rows = [
         (
             f"<code>{escape(field)}</code>{', required' if field in required else ''}",
-            f"{_schema(one)} {escape(one.get('description', ''))}",
+            f"{_schema(one)} {_prose(one.get('description', ''))}",
         )
         for field, one in schema.get("properties", {}).items()
     ]
     for one in schema.get("anyOf", ()):
         fields = " and ".join(f"<code>{escape(field)}</code>" for field in one["required"])
         rows.append(("either", fields))
-    summary = f"<code>{escape(name)}</code> {escape(schema.get('description', ''))}"
+    summary = f"<code>{escape(name)}</code> {_prose(schema.get('description', ''))}"
     return f'<section id="{escape(name)}">{_folded(summary, _table(rows))}</section>'
 
 
@@ -116,6 +117,10 @@ def _schema(schema: Mapping[str, Any]) -> str:
 
 def _inner(schema: Mapping[str, Any]) -> str:
     return f"({_schema(schema)})" if "anyOf" in schema else _schema(schema)
+
+
+def _prose(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

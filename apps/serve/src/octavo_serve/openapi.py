@@ -136,11 +136,12 @@ def _list_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 _REQUIRED_FIELDS: dict[str, dict[str, Any]] = {
     "CompletionBody": {"prompt": _PROMPT},
     "EmbeddingBody": {"input": _PROMPT},
+    "DetokenizeBody": {"tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
     "ChatBody": {"messages": _list_of(ChatMessage)},
     "MessagesBody": {"messages": _list_of(InputMessage)},
     "CountBody": {"messages": _list_of(InputMessage)},
 }
-"""Schemas of fields that are read by hand, and so have no type in their struct."""
+"""Schemas of fields that are checked by hand, and whose type in their struct says less."""
 
 _TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, _TEXTS]}
 _EITHER: dict[str, tuple[dict[str, Any], ...]] = {
