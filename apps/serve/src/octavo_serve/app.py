@@ -1,26 +1,23 @@
 """The application: routes, errors, and who may call."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.middleware import Middleware
 
 from enginecore import __version__
-from enginecore.frontend.openai import ChatBody, CompletionBody, EmbeddingBody, RerankBody, ScoreBody
 from octavo_serve.access import AccessLog
 from octavo_serve.auth import KeyGuard
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import HANDLERS
-from octavo_serve.formats.anthropic_body import CountBody, MessagesBody
-from octavo_serve.formats.responses_body import ResponsesBody
 from octavo_serve.limits import Limits
 from octavo_serve.messages import HttpMessage
 from octavo_serve.response_store import ResponseStore
 from octavo_serve.root_path import RootPath
 from octavo_serve.routes import (
     admin,
+    docs,
     embeddings,
     experts,
     generate,
@@ -37,38 +34,35 @@ if TYPE_CHECKING:
     from enginecore import AsyncEngine
 
 _ROUTES = (
-    ("POST", "/v1/completions", generate.create_completion, CompletionBody),
-    ("POST", "/v1/chat/completions", generate.create_chat_completion, ChatBody),
-    ("POST", "/v1/embeddings", embeddings.create_embeddings, EmbeddingBody),
-    ("POST", "/score", embeddings.score, ScoreBody),
-    ("POST", "/v1/score", embeddings.score, ScoreBody),
-    ("POST", "/rerank", embeddings.rerank, RerankBody),
-    ("POST", "/v1/rerank", embeddings.rerank, RerankBody),
-    ("POST", "/v2/rerank", embeddings.rerank, RerankBody),
-    ("POST", "/v1/responses", responses.create_response, ResponsesBody),
-    ("GET", "/v1/responses/{response_id}", responses.show_response, None),
-    ("DELETE", "/v1/responses/{response_id}", responses.delete_response, None),
-    ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None),
-    ("POST", "/v1/messages", messages.create_message, MessagesBody),
-    ("POST", "/v1/messages/count_tokens", messages.count_tokens, CountBody),
-    ("GET", "/v1/models", models.list_models, None),
-    ("GET", "/v1/models/{name:path}", models.show_model, None),
-    ("POST", "/tokenize", models.tokenize, models.TokenizeBody),
-    ("POST", "/detokenize", models.detokenize, models.DetokenizeBody),
-    ("GET", "/health", status.health, None),
-    ("GET", "/ping", status.health, None),
-    ("GET", "/version", status.version, None),
-    ("GET", "/expert_loads", experts.expert_loads, None),
-    ("POST", "/expert_placement/reload", experts.reload_placement, None),
-    ("GET", "/load", status.load, None),
-    ("GET", "/metrics", status.metrics, None),
+    ("POST", "/v1/completions", generate.create_completion),
+    ("POST", "/v1/chat/completions", generate.create_chat_completion),
+    ("POST", "/v1/embeddings", embeddings.create_embeddings),
+    ("POST", "/score", embeddings.score),
+    ("POST", "/v1/score", embeddings.score),
+    ("POST", "/rerank", embeddings.rerank),
+    ("POST", "/v1/rerank", embeddings.rerank),
+    ("POST", "/v2/rerank", embeddings.rerank),
+    ("POST", "/v1/responses", responses.create_response),
+    ("GET", "/v1/responses/{response_id}", responses.show_response),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete_response),
+    ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items),
+    ("POST", "/v1/messages", messages.create_message),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("GET", "/v1/models", models.list_models),
+    ("GET", "/v1/models/{name:path}", models.show_model),
+    ("POST", "/tokenize", models.tokenize),
+    ("POST", "/detokenize", models.detokenize),
+    ("GET", "/health", status.health),
+    ("GET", "/ping", status.health),
+    ("GET", "/version", status.version),
+    ("GET", "/expert_loads", experts.expert_loads),
+    ("POST", "/expert_placement/reload", experts.reload_placement),
+    ("GET", "/load", status.load),
+    ("GET", "/metrics", status.metrics),
 )
 
-_ADMIN_ROUTES = (("POST", "/reset_prefix_cache", admin.reset_prefix_cache, None),)
-"""Method, path, endpoint, and the body that the endpoint reads.
-
-Endpoints read their bodies themselves, once, with msgspec; the framework is told of them for its schema only.
-"""
+_ADMIN_ROUTES = (("POST", "/reset_prefix_cache", admin.reset_prefix_cache),)
+"""Method, path and endpoint; `octavo_serve.openapi` describes what each takes and answers."""
 
 
 def create_app(
@@ -84,7 +78,7 @@ def create_app(
     one alone.
     """
     routes = _ROUTES + _ADMIN_ROUTES if options.admin_routes else _ROUTES
-    paths = frozenset((*(path for _, path, _, _ in routes), *page.PAGE_PATHS))
+    paths = frozenset((*(path for _, path, _ in routes), *docs.DOCS_PATHS, *page.PAGE_PATHS))
     middleware = [Middleware(RootPath, root_path=options.root_path)] if options.root_path else []
     middleware += [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
     if options.cors_origins:
@@ -100,28 +94,18 @@ def create_app(
     app = FastAPI(
         title="Octavo",
         version=__version__,
-        redoc_url=None,
+        openapi_url=None,
         redirect_slashes=False,
         middleware=middleware,
         exception_handlers=HANDLERS,
     )
-    for method, path, endpoint, body in routes:
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            operation_id=f"{endpoint.__name__}_{path.strip('/').partition('/')[0]}",
-            response_model=None,
-            openapi_extra=None if body is None else _body_schema(body),
-        )
+    described = docs.Docs(routes, needs_key=bool(keys), root_path=options.root_path)
+    routes += ("GET", docs.DOCUMENT, described.show_document), ("GET", docs.PAGE, described.show_page)
+    for method, path, endpoint in routes:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
     if options.live_page:
         for path in page.PAGE_PATHS:
-            app.add_api_route(path, page.show_page, include_in_schema=False)
+            app.add_api_route(path, page.show_page)
     app.add_api_websocket_route(stream.PATH, stream.serve)
     app.state.server = ServerState(engine, options, report, limits, stored)
     return app
-
-
-def _body_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
-    schema = msgspec.json.schema(body, ref_template="#/components/schemas/{name}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

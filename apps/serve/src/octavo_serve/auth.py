@@ -7,10 +7,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo_serve.errors import ApiError
 from octavo_serve.root_path import route_path
+from octavo_serve.routes.docs import DOCS_PATHS
 from octavo_serve.routes.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", *PAGE_PATHS})
-"""For supervisors and scrapers, which hold no key, and for the page, which asks for it."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", *DOCS_PATHS, *PAGE_PATHS})
+"""For supervisors and scrapers, which hold no key, and for the page, which asks for it.
+
+The description of the routes is open too: it is that of every server of this version, which /metrics names.
+"""
 
 
 _NAME = "octavo.key"

@@ -65,9 +65,13 @@ class ApiError(Exception):
 
     def response(self, path: str) -> Response:
         """Return the error as a whole response to a request for `path`, in that API's shape."""
-        anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
-        body = self.anthropic_body() if anthropic else self.body()
+        body = self.anthropic_body() if is_anthropic(path) else self.body()
         return Response(body, self.status, self.headers, "application/json")
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether errors of a path have Anthropic's shape."""
+    return path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
 
 
 def as_api_error(error: Exception) -> ApiError:

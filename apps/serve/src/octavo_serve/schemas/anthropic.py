@@ -1,0 +1,75 @@
+"""Errors, messages and counts in the format of Anthropic's Messages API."""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class AnthropicErrorFields(msgspec.Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: AnthropicErrorFields
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    """What the model says."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    """What the model thinks."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use"):
+    """A call of a tool; arguments that were cut are the text that they are."""
+
+    id: str
+    name: str
+    input: Any
+
+
+class MessageUsage(msgspec.Struct):
+    """Tokens of a message."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(msgspec.Struct):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class InputMessage(msgspec.Struct):
+    """A message to /v1/messages."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int

@@ -1,0 +1,117 @@
+"""Answers of OpenAI's Responses API."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from octavo_serve.schemas.openai import CachedTokens, TokenLogprob
+
+
+class OutputText(msgspec.Struct, tag="output_text"):
+    """A text of an output message."""
+
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(msgspec.Struct, tag="message"):
+    """What the model says."""
+
+    id: str
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class ReasoningText(msgspec.Struct, tag="reasoning_text"):
+    """A text of the model's reasoning."""
+
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag="reasoning"):
+    """What the model thinks."""
+
+    id: str
+    summary: list[dict[str, Any]]
+    content: list[ReasoningText]
+
+
+class OutputCall(msgspec.Struct, tag="function_call"):
+    """A call of a function."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputTokens(msgspec.Struct):
+    """Kinds of output tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response was cut."""
+
+    reason: Literal["max_output_tokens", "server_shutdown"]
+
+
+class Response(msgspec.Struct):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    usage: ResponseUsage
+    background: bool
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class DeletedResponse(msgspec.Struct):
+    """A response that is forgotten."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(msgspec.Struct):
+    """Items of a conversation before a response's own."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str
+    last_id: str
