@@ -188,6 +188,8 @@ async def test_forced_calls_constrain_the_output(client, hermes):
         assert json.loads(wanted.json) == schema
     await chat(client, tools=tools)
     assert hermes.requests[-1].params.structured_outputs is None
+    beside = {"tools": tools, "tool_choice": "required", "guided_regex": "a"}
+    assert error_of(await chat(client, **beside))["param"] == "guided_regex"
 
 
 async def test_definitions_that_contradict_are_refused(client, hermes):

@@ -139,11 +139,10 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
     schema = calls_schema(body)
     with blaming(body):
         if schema is not None:
-            if fields.get("structured_outputs") is not None:
-                name = guide_field(body) or "structured_outputs"
-                raise RequestError(
-                    f"{name} and a tool_choice that forces a call exclude each other", "tool_choice"
-                )
+            name = guide_field(body)
+            if name not in (None, "response_format"):
+                # A response_format is of answers that call nothing, and may stand beside tools.
+                raise RequestError(f"{name} has no use where tool_choice forces a call", name)
             fields["structured_outputs"] = {"json": schema}
         return _params(fields)
 
