@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Framing(NamedTuple):
-    """What stands around the members of a chunk's JSON object."""
+    """Framing of a chunk: bytes before and after the members of its JSON object."""
 
     before: bytes
     after: bytes

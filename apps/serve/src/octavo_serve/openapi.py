@@ -71,7 +71,7 @@ _ABOUT = (
 
 
 class _Operation(NamedTuple):
-    """What an endpoint takes and answers."""
+    """Body, answers and parameters of an endpoint."""
 
     tag: str
     answer: Any

@@ -42,7 +42,7 @@ class ContextLengthError(RequestError):
 
 
 class NoTokenError(RequestError):
-    """What a request says of its tokens leaves none to choose from."""
+    """A request's grammar, allowed ids and bad words leave no token to choose."""
 
     START = "no token could be chosen: "
 

@@ -1,4 +1,4 @@
-"""What a request says of the form of its output: vLLM's names and rules."""
+"""Structured-output parameters of a request: vLLM's names and rules."""
 
 import json
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Asked(NamedTuple):
-    """What a response is made for."""
+    """A request to the Responses API, converted: head, bodies, prompt and parsers."""
 
     head: Head
     body: ResponsesBody

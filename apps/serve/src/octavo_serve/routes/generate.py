@@ -27,7 +27,7 @@ _EACH_WORD = 256
 
 
 class Client(NamedTuple):
-    """Who asks, as far as the answer, the log and the limits need it."""
+    """Client of a request: the answer's id, its log record and its key."""
 
     id: str
     """That the answer carries."""

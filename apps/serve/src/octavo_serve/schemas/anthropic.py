@@ -6,7 +6,7 @@ import msgspec
 
 
 class AnthropicErrorFields(msgspec.Struct):
-    """What went wrong."""
+    """Kind and message of an error."""
 
     type: str
     message: str
@@ -20,13 +20,13 @@ class AnthropicError(msgspec.Struct):
 
 
 class TextBlock(msgspec.Struct, tag="text"):
-    """What the model says."""
+    """Text of the answer."""
 
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
-    """What the model thinks."""
+    """Reasoning before the answer."""
 
     thinking: str
     signature: str

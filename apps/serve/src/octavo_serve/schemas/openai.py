@@ -9,7 +9,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ErrorFields(msgspec.Struct):
-    """What went wrong."""
+    """Message, type, field and code of an error."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -141,7 +141,7 @@ class ToolCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the model says."""
+    """Message of the assistant."""
 
     role: Literal["assistant"]
     content: str | None

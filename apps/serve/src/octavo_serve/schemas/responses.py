@@ -16,7 +16,7 @@ class OutputText(msgspec.Struct, tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag="message"):
-    """What the model says."""
+    """Text of the answer."""
 
     id: str
     role: Literal["assistant"]
@@ -31,7 +31,7 @@ class ReasoningText(msgspec.Struct, tag="reasoning_text"):
 
 
 class OutputReasoning(msgspec.Struct, tag="reasoning"):
-    """What the model thinks."""
+    """Reasoning before the answer."""
 
     id: str
     summary: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What one front-end has been told of the steps of ranks that it watches."""
+"""Recorded steps of the ranks that a front-end watches."""
 
 from collections import deque
 from itertools import islice

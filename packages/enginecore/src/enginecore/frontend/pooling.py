@@ -37,7 +37,7 @@ class PoolingPlan(NamedTuple):
     dimensions: int | None
     """Numbers kept; None for all."""
     sampling: SamplingParams
-    """What stands in the place of a request's sampling parameters."""
+    """Sampling parameters for the scheduler and the worker: one token, which nobody sees."""
 
 
 @dataclass(frozen=True)

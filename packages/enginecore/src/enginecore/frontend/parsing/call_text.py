@@ -1,4 +1,4 @@
-"""What tool parsers share: unread text, text that may turn out to be a call, and blanks around calls."""
+"""Base of tool parsers: unread text, text that may turn out to be a call, and blanks around calls."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ class NeedMore(Exception):
 
 
 class NoCall(Exception):
-    """What looked like a call is none."""
+    """The text read so far is no call after all."""
 
 
 class CallTextParser(ToolParser):

@@ -138,7 +138,7 @@ class _Fetch(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What a step asks of one row."""
+    """Sampled positions of one guided row in a step."""
 
     row: _GuidedRow
     lengths: list[int]

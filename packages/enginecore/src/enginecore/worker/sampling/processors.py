@@ -53,7 +53,7 @@ class _Call(NamedTuple):
 
 
 class _RowProcessors(NamedTuple):
-    """What changes the logits of one row."""
+    """Processors of one row."""
 
     registered: list[int]
     """Indices of the registered ones."""
