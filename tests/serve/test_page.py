@@ -202,7 +202,7 @@ def test_a_refusal_of_the_server_is_shown(page):
 
 def test_the_engine_under_load(page, server):
     ready(page)
-    with load(server, 20, 900):
+    with load(server, 60, 900):
         page.wait_for("document.querySelector('#running').textContent === '8'")
         page.wait_for("Number(document.querySelector('#waiting').textContent) > 0")
         page.wait_for("Number(document.querySelector('#blocks-2').textContent) > 8")
@@ -210,8 +210,9 @@ def test_the_engine_under_load(page, server):
             "Number(document.querySelector('#blocks-3').textContent) > 0"
         )  # their prompts begin alike
         page.wait_for("parseFloat(document.querySelector('#generation').textContent) > 0")
-        page.wait_for("Number(document.querySelector('#itl-count').textContent.replace(',', '')) > 0")
-        page.wait_for("Number(document.querySelector('#decode-tokens').textContent.replace(',', '')) > 100")
+        # Large numbers are shown as 12.6k.
+        page.wait_for("parseFloat(document.querySelector('#itl-count').textContent) > 0")
+        page.wait_for("parseFloat(document.querySelector('#decode-tokens').textContent) > 0")
         blocks = sum(number(page, f"#blocks-{state}") for state in range(4))
         assert blocks == 600
         shares = [
@@ -319,9 +320,7 @@ def test_ranks_have_a_row_each(browser):
                     "(document.querySelector('#rank'))"
                 )
                 page.wait_for("Number(document.querySelector('#blocks-2').textContent) > 0")
-                page.wait_for(
-                    "Number(document.querySelector('#decode-tokens').textContent.replace(',', '')) > 0"
-                )
+                page.wait_for("parseFloat(document.querySelector('#decode-tokens').textContent) > 0")
             running = sum(int(row[2]) for row in page.eval(rows))
             assert 2 <= running <= 16
     finally:
