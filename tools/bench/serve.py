@@ -53,7 +53,7 @@ class Planned(NamedTuple):
 
 @dataclass
 class Answered:
-    """What came of a request; moments in seconds of `time.perf_counter`."""
+    """Answer to a request; moments in seconds of `time.perf_counter`."""
 
     sent: float
     pieces: list[float] = field(default_factory=list)

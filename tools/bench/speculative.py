@@ -80,7 +80,7 @@ def _params(tokens: int, **settings: Any) -> SamplingParams:
 
 
 class Round(NamedTuple):
-    """What one engine did in one round."""
+    """Figures of one engine in one round."""
 
     milliseconds: float
     """A token."""

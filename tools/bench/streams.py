@@ -74,7 +74,7 @@ async def read_streams(host: str, port: int, streams: int, tokens: int) -> list[
 
 
 class Steps(NamedTuple):
-    """What the engine has sent: every stream's text is that of some neighbouring steps."""
+    """Steps of the engine: every stream's text is that of some neighbouring ones."""
 
     text: str
     offsets: np.ndarray

@@ -127,7 +127,7 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """What is to be run next; empty when the search has ended."""
+        """Prompts to run next; empty when the search has ended."""
         if not self._rounds:
             return []
         return [Prompt(None, beam.tokens, self._prompt.cache_salt) for beam in self._open]

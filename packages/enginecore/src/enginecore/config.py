@@ -196,7 +196,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> Speculation | None:
-        """What `speculative_config` asks for."""
+        """Speculative decoding by `speculative_config`; None where it is off."""
         return None if self.speculative_config is None else read_speculation(self.speculative_config)
 
     def max_tokens_with_drafts(self, device: str) -> int:

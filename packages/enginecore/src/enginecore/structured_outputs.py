@@ -63,7 +63,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` is set."""
+        """The one of `KINDS` that is set."""
         return _kinds(self)[0]
 
     def __post_init__(self) -> None:

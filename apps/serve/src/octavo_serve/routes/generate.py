@@ -86,9 +86,8 @@ class Job(NamedTuple):
         """Return the response, streamed if the body asks for that."""
         if self.params is None:
             return JsonAnswer(_beam_answer(self))
-        return EventStream(lambda response: _events(self, response)) if self.body.stream else self._whole()
-
-    def _whole(self) -> Response:
+        if self.body.stream:
+            return EventStream(lambda response: _events(self, response))
         return JsonAnswer(_whole_answer(self))
 
     async def stream(
