@@ -46,6 +46,10 @@ class Client:
     async def receive(self):
         return await self.received.get()
 
+    @property
+    def has_more(self):
+        return not self.received.empty()
+
     def close(self):
         self.closed = True
 
@@ -61,11 +65,16 @@ class Ranks:
         self.frontend = front(None)
         self.dispatcher = Dispatcher(range(count), self.frontend, FRONTEND)
         self.dispatcher.on_outputs = self._take
+        self.dispatcher.on_caught_up = lambda: self.heard.append(len(self.taken))
+        self.taken = []
+        self.heard = []
+        """How many outputs had been taken, whenever callers were to hear of them."""
         self.states = {}
         self.errors = {}
         self._starts = [0] * count
 
     def _take(self, rank, outputs):
+        self.taken.append(outputs)
         self.errors |= outputs.errors
         self.frontend.process(outputs)
 
@@ -252,6 +261,36 @@ async def test_aborts_go_to_the_rank_that_has_the_sample_now(ranks):
     # Unknown by now: nothing is sent.
     two.dispatcher.abort([kept.number])
     assert len(clients[1].sent) == 3
+
+
+async def test_outputs_that_have_come_together_are_told_together(ranks):
+    one = ranks(1)
+    client = one.up(0)
+    [number] = one.ask("a")
+    for count in (1, 3):
+        for _ in range(count):
+            client.received.put_nowait(step((number, 97, RUNNING)))
+        await settle()
+    assert one.heard == [1, 4]
+
+
+async def test_a_rank_that_always_has_more_is_not_read_for_ever(ranks, monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_READ", 0.0)
+    one = ranks(1)
+    client = one.up(0)
+    [number] = one.ask("a")
+    for _ in range(3):
+        client.received.put_nowait(step((number, 97, RUNNING)))
+    turns = []
+
+    async def others():
+        while len(one.taken) < 3:
+            turns.append(len(one.taken))
+            await asyncio.sleep(0)
+
+    await others()
+    assert one.heard == [1, 2, 3]
+    assert {1, 2} <= set(turns)
 
 
 async def test_all_ranks_that_are_up_are_told(ranks):

@@ -13,7 +13,7 @@ from enginecore.data_parallel.views import EngineWatch
 from enginecore.errors import EngineDeadError, OctavoError, RequestError
 from enginecore.frontend.parsing import Parsers
 from enginecore.frontend.request import Prompt, Request
-from enginecore.frontend.stream import StreamOutput
+from enginecore.frontend.stream import OutputSink, StreamOutput
 from enginecore.messages import EngineLimits, EngineStats
 from enginecore.metrics import Metrics
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
@@ -130,6 +130,7 @@ class ScriptedStream:
         self._failure: OctavoError | None = None
         self._wake = asyncio.Event()
         self._closed = False
+        self._sink: OutputSink | None = None
 
     @property
     def ended(self) -> bool:
@@ -138,20 +139,27 @@ class ScriptedStream:
     def __aiter__(self) -> "ScriptedStream":
         return self
 
+    def pass_to(self, sink: OutputSink) -> None:
+        self._sink = sink
+
     async def __anext__(self) -> StreamOutput:
-        while self._failure is None and not self.ended and self._engine.allowed <= self._engine.given:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._failure is not None and not self.ended:
-            self._closed = True
-            raise self._failure
-        if self.ended:
-            raise StopAsyncIteration
-        self._engine.given += 1
-        item = self._outputs.pop(0)
-        if item.output.finished:
-            self.unfinished.remove(item.output.request_id)
-        return item
+        while True:
+            while self._failure is None and not self.ended and self._engine.allowed <= self._engine.given:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._failure is not None and not self.ended:
+                self._closed = True
+                raise self._failure
+            if self.ended:
+                raise StopAsyncIteration
+            self._engine.given += 1
+            item = self._outputs.pop(0)
+            if item.output.finished:
+                self.unfinished.remove(item.output.request_id)
+            elif self._sink is not None and self._sink.is_open:
+                self._sink.take(*item)
+                continue
+            return item
 
     async def __aenter__(self) -> "ScriptedStream":
         return self

@@ -139,9 +139,9 @@ def measure(streams: int, tokens: int, steps: float, processes: int) -> dict[str
             _wait_until_ready(host, port)
             uvloop.run(read_streams(host, port, min(streams, 20), 10))
             before = _cpu_seconds(server.pid)
-            began = time.monotonic()
+            began, own = time.monotonic(), time.process_time()
             done = uvloop.run(read_streams(host, port, streams, tokens))
-            seconds = time.monotonic() - began
+            seconds, own = time.monotonic() - began, time.process_time() - own
             used = {name: value - before.get(name, 0.0) for name, value in _cpu_seconds(server.pid).items()}
             steps_sent = Steps.read(log, pieces)
         finally:
@@ -153,6 +153,7 @@ def measure(streams: int, tokens: int, steps: float, processes: int) -> dict[str
         "events_per_token": sum(len(_PIECE.findall(stream.received)) for stream in done) / waited.size,
         **{f"ms_after_step p{share}": float(np.percentile(waited, share) * 1e3) for share in (50, 90, 99)},
         **{f"cpu_s {name}": value for name, value in used.items()},
+        "cpu_s clients": own,
         "seconds": seconds,
     }
 

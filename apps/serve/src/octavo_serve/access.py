@@ -52,7 +52,8 @@ class RequestRecord:
 
     def add(self, prompt: int, output: RequestOutput) -> None:
         """Take note of an output of prompt number `prompt`, which holds what is new since the last one."""
-        self._cached[prompt] = output.num_cached_tokens or self._cached.get(prompt, 0)
+        if output.num_cached_tokens:
+            self._cached[prompt] = output.num_cached_tokens
         times = output.metrics
         if self._ttft is None and times is not None and times.first_token_time is not None:
             self._ttft = times.first_token_time - times.arrival_time

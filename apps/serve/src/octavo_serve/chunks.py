@@ -56,9 +56,11 @@ _encode = msgspec.json.Encoder().encode
 class _Choice:
     """Streaming state of one choice: whether it has finished, and how much of its text is sent."""
 
-    __slots__ = ("deltas", "finished", "length", "offsets")
+    __slots__ = ("deltas", "finished", "length", "offsets", "start")
 
-    def __init__(self) -> None:
+    def __init__(self, start: bytes) -> None:
+        self.start = start
+        """Of its chunks, up to its first member but the index."""
         self.finished = False
         self.length = 0
         """Characters sent."""
@@ -101,11 +103,11 @@ class Chunks(ABC):
             index = prompt * self._samples + sample.index
             choice = self._choices.get(index)
             if choice is None:
-                choice = self._choices[index] = _Choice()
-                events += self._opening(index, choice, output)
+                choice = self._new_choice(index)
+                events += self._opening(prompt, choice, output)
             if not choice.finished:
                 self._completion_tokens += len(sample.token_ids)
-                self._append(events, index, choice, sample)
+                self._append(events, choice, sample)
         return events
 
     def end(self) -> list[bytes]:
@@ -124,12 +126,16 @@ class Chunks(ABC):
         """Return the last chunks of the choices that have none yet, ended with "abort"."""
         events: list[bytes] = []
         for index in range(self._num_choices):
-            choice = self._choices.setdefault(index, _Choice())
+            choice = self._choices.get(index) or self._new_choice(index)
             if not choice.finished:
-                self._abort(events, index, choice)
+                self._abort(events, choice)
         return events
 
-    def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
+    def _new_choice(self, index: int) -> _Choice:
+        choice = self._choices[index] = _Choice(self._start + b'{"index":%d,' % index)
+        return choice
+
+    def _append(self, events: list[bytes], choice: _Choice, sample: CompletionOutput) -> None:
         logprobs = self._logprobs(choice, sample)
         if sample.finish_reason is not None:
             choice.finished = True
@@ -141,25 +147,25 @@ class Chunks(ABC):
         content = self._content(sample.text)
         if self._shows_ids:
             content += b',"token_ids":' + _encode(sample.token_ids)
-        events.append(self._event(index, content, logprobs, ending))
+        events.append(self._event(choice, content, logprobs, ending))
 
-    def _abort(self, events: list[bytes], index: int, choice: _Choice) -> None:
-        events.append(self._event(index, self._content(""), b"null", _ending("abort", None)))
+    def _abort(self, events: list[bytes], choice: _Choice) -> None:
+        events.append(self._event(choice, self._content(""), b"null", _ending("abort", None)))
 
     def _event(
-        self, index: int, content: bytes, logprobs: bytes, ending: bytes, start: bytes | None = None
+        self, choice: _Choice, content: bytes, logprobs: bytes, ending: bytes, start: bytes | None = None
     ) -> bytes:
-        """Return a chunk with one choice; `start` in place of the beginning that all have."""
+        """Return a chunk with one choice; `start` in place of the beginning that its others have."""
         tail = self._usage_tail() if self._continuous else self._tail
-        start = self._start if start is None else start
-        return b"".join((start, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, ending, tail))
+        start = choice.start if start is None else start
+        return b"".join((start, content, b',"logprobs":', logprobs, ending, tail))
 
     def _usage_tail(self) -> bytes:
         return b'],"usage":' + _encode(self.usage()) + self._end
 
     @abstractmethod
-    def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
-        """Return the events that come before a choice's first token."""
+    def _opening(self, prompt: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+        """Return the events that come before the first token of a choice for prompt number `prompt`."""
 
     @abstractmethod
     def _content(self, text: str) -> bytes:
@@ -185,21 +191,23 @@ class CompletionChunks(Chunks):
     ) -> None:
         super().__init__(head, body, prompts, framing)
         self._body = body
+        self._prompt_alone = body.prompt_alone
+        self._wants_logprobs = body.wants_logprobs
         self._vocabulary = vocabulary
         self._echoed: dict[int, Sequence[Row]] = {}
         """Logprobs of a prompt, by its number."""
 
     def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
-        return super().encode(prompt, without_new_tokens(output) if self._body.prompt_alone else output)
+        return super().encode(prompt, without_new_tokens(output) if self._prompt_alone else output)
 
-    def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+    def _opening(self, prompt: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
         if not self._body.echo:
-            return [self._prompt_event(index, output, "", b"null")] if self._shows_ids else []
+            return [self._prompt_event(choice, output, "", b"null")] if self._shows_ids else []
         text = echoed_text(output, self._vocabulary)
         logprobs = b"null"
-        if self._body.wants_logprobs:
+        if self._wants_logprobs:
             # Only the first output of a prompt has its logprobs; every choice of it shows them.
-            rows = self._echoed.setdefault(index // self._samples, output.prompt_logprobs or [])
+            rows = self._echoed.setdefault(prompt, output.prompt_logprobs or [])
             shape = completion_logprobs(
                 output.prompt_token_ids,
                 rows,
@@ -210,14 +218,14 @@ class CompletionChunks(Chunks):
             )
             logprobs = _encode(shape)
         choice.length = len(text)
-        return [self._prompt_event(index, output, text, logprobs)]
+        return [self._prompt_event(choice, output, text, logprobs)]
 
-    def _prompt_event(self, index: int, output: RequestOutput, text: str, logprobs: bytes) -> bytes:
+    def _prompt_event(self, choice: _Choice, output: RequestOutput, text: str, logprobs: bytes) -> bytes:
         """Return the chunk that shows of a choice's prompt what was asked for."""
         content = self._content(text)
         if self._shows_ids:
             content += b',"prompt_token_ids":' + _encode(output.prompt_token_ids)
-        return self._event(index, content, logprobs, _RUNNING)
+        return self._event(choice, content, logprobs, _RUNNING)
 
     def _offsets(self, choice: _Choice) -> TextOffsets:
         if choice.offsets is None:
@@ -229,7 +237,7 @@ class CompletionChunks(Chunks):
 
     def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
         choice.length += len(sample.text)
-        if not self._body.wants_logprobs or not sample.logprobs:
+        if not self._wants_logprobs or not sample.logprobs:
             return b"null"
         end = None if sample.finish_reason is None else choice.length
         return _encode(
@@ -265,20 +273,21 @@ class ChatChunks(Chunks):
         self._vocabulary = vocabulary
         self._parsers = parsers
 
-    def _opening(self, index: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+    def _opening(self, prompt: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
         if any(self._parsers):
             choice.deltas = Deltas(self._body, self._parsers, self._prompt)
         start = None
         if self._shows_ids:
             ids = b',"prompt_token_ids":' + _encode(output.prompt_token_ids)
-            start = self._start.removesuffix(_CHOICES) + ids + _CHOICES
+            head = self._start.removesuffix(_CHOICES)
+            start = head + ids + choice.start.removeprefix(head)
         return [
-            self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", _RUNNING, start=start)
+            self._event(choice, b'"delta":{"role":"assistant","content":""}', b"null", _RUNNING, start=start)
         ]
 
-    def _append(self, events: list[bytes], index: int, choice: _Choice, sample: CompletionOutput) -> None:
+    def _append(self, events: list[bytes], choice: _Choice, sample: CompletionOutput) -> None:
         if choice.deltas is None:
-            super()._append(events, index, choice, sample)
+            super()._append(events, choice, sample)
             return
         logprobs = self._logprobs(choice, sample)
         deltas = choice.deltas.push(sample.text)
@@ -292,16 +301,16 @@ class ChatChunks(Chunks):
         # With the first piece, as one token may make several, or none.
         ids = b',"token_ids":' + _encode(sample.token_ids) if self._shows_ids else b""
         for delta in deltas:
-            events.append(self._event(index, _member(delta) + ids, logprobs, _RUNNING))
+            events.append(self._event(choice, _member(delta) + ids, logprobs, _RUNNING))
             logprobs, ids = b"null", b',"token_ids":[]' if ids else b""
         if reason is not None:
             content = _member({}) + ids
-            events.append(self._event(index, content, logprobs, _ending(reason, sample.stop_reason)))
+            events.append(self._event(choice, content, logprobs, _ending(reason, sample.stop_reason)))
 
-    def _abort(self, events: list[bytes], index: int, choice: _Choice) -> None:
+    def _abort(self, events: list[bytes], choice: _Choice) -> None:
         held = [] if choice.deltas is None else choice.deltas.finish()
-        events += [self._event(index, _member(delta), b"null", _RUNNING) for delta in held]
-        super()._abort(events, index, choice)
+        events += [self._event(choice, _member(delta), b"null", _RUNNING) for delta in held]
+        super()._abort(events, choice)
 
     def _content(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'

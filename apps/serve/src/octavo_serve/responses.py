@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo_serve.protocol import BODY_WRITER, BodyWriter
+
 Result = TypeVar("Result")
 
 
@@ -47,9 +49,25 @@ class EventStream(Response):
         """Whether the status has been sent."""
         self._was_silent = True
         self._sending = asyncio.Lock()
+        self._is_sending = False
+        self._writer: BodyWriter | None = None
+        """Of the connection, where the server has one."""
         self._events = make_events(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `write` can be called now: the stream has begun, and nothing waits to be sent."""
+        writer = self._writer
+        return writer is not None and not self._is_sending and writer.is_open
+
+    def write(self, event: bytes) -> None:
+        """Send an event at once, while `is_open`."""
+        assert self._writer is not None, "a stream that is open has a writer"
+        self._was_silent = False
+        self._writer.write(event)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._writer = scope.get(BODY_WRITER)
         await attended(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
@@ -74,10 +92,12 @@ class EventStream(Response):
     async def _send(self, send: Send, body: bytes) -> None:
         self._was_silent = False
         async with self._sending:
+            self._is_sending = True
             if not self.started:
                 self.started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._is_sending = False
 
 
 async def attended(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

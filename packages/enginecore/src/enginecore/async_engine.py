@@ -109,6 +109,8 @@ class AsyncEngine:
         self._waiting: set[str] = set()
         """Ids of requests that wait for their first step."""
         self._unfinished: dict[str, tuple[RequestState, RequestStream]] = {}
+        self._changed: dict[RequestState, None] = {}
+        """Requests that have changed and whose callers have not heard of it."""
         self._watch = EngineWatch()
         self._number = number
         self._ranks: RankSource = ranks or RankSupervisor(config)
@@ -331,7 +333,8 @@ class AsyncEngine:
                 follow_prefixes=self.config.follows_prefixes,
             )
             self._dispatcher = dispatcher
-            dispatcher.on_outputs = self._deliver
+            dispatcher.on_outputs = self._take_outputs
+            dispatcher.on_caught_up = self._deliver
             dispatcher.on_view = self._watch.update
             if self._watch.watchers:
                 dispatcher.watch(True)
@@ -352,24 +355,33 @@ class AsyncEngine:
         tokenizer = load_tokenizer(files, self.config.tokenizer)
         return Frontend(self.config, files, tokenizer, number=self._number)
 
-    def _deliver(self, rank: int, outputs: Outputs) -> None:
+    def _take_outputs(self, rank: int, outputs: Outputs) -> None:
         dispatcher, frontend = self._running()
         processed = frontend.process(outputs)
         if processed.stopped:
             dispatcher.abort(processed.stopped)
         self.metrics.record(outputs, processed, rank)
-        for state in processed.changed:
-            _, stream = self._unfinished[state.request.request_id]
-            if state.has_output:
-                stream.notify(state)
-            if state.finished:
-                del self._unfinished[state.request.request_id]
-                self._waiting.discard(state.request.request_id)
-            if stream.num_unfinished == 0:
-                self.streams.discard(stream)
+        self._changed.update(dict.fromkeys(processed.changed))
         if outputs.scheduled:
             self.queue_seconds = max(waited for _, waited in outputs.scheduled.values())
-        self._waiting.difference_update(state.request.request_id for state in processed.scheduled)
+            self._waiting.difference_update(state.request.request_id for state in processed.scheduled)
+
+    def _deliver(self) -> None:
+        """Let callers have what has changed, however many steps it took: one output for all of them."""
+        changed, self._changed = self._changed, {}
+        for state in changed:
+            request_id = state.request.request_id
+            unfinished = self._unfinished.get(request_id)
+            if unfinished is None or unfinished[0] is not state:
+                continue  # aborted meanwhile
+            stream = unfinished[1]
+            if state.unfinished == 0:
+                del self._unfinished[request_id]
+                self._waiting.discard(request_id)
+                if stream.num_unfinished == 1:
+                    self.streams.discard(stream)
+            if state.has_output:
+                stream.notify(state)
         self._tell_load()
 
     def _abort_stream(self, stream: RequestStream) -> None:

@@ -112,14 +112,22 @@ class Job(NamedTuple):
                 async with self.server.open_stream(requests, self.client.key) as stream:
                     opened(stream)
                     async for index, output in stream:
-                        self.client.record.add(index, output)
-                        raise_failure(output)
-                        yield events.encode(index, output)
+                        yield self.encode(events, index, output)
         except RequestAbortedError:
             if not started():
                 raise
             yield events.abort()
         yield events.end()
+
+    def encode(self, events: Events, index: int, output: RequestOutput) -> list[bytes]:
+        """Return the events of an output of prompt number `index`, once it is in the log's record.
+
+        Raises:
+            ApiError: the request failed.
+        """
+        self.client.record.add(index, output)
+        raise_failure(output)
+        return events.encode(index, output)
 
     async def requests(self) -> list[Request]:
         """Return a request for each prompt, once bad words are tokenised and a grammar is compiled.
@@ -316,11 +324,34 @@ async def _whole_answer(job: Job) -> bytes:
     return msgspec.json.encode(job.answer([outputs[index] for index in range(len(requests))]))
 
 
+class _Relay:
+    """Encodes outputs and writes them to their client within the engine's own delivery."""
+
+    def __init__(self, job: Job, events: Events, response: EventStream) -> None:
+        self._job = job
+        self._events = events
+        self._response = response
+
+    @property
+    def is_open(self) -> bool:
+        return self._response.is_open
+
+    def take(self, index: int, output: RequestOutput) -> None:
+        encoded = self._job.encode(self._events, index, output)
+        if encoded:
+            self._response.write(line_safe(b"".join(encoded)))
+
+
 async def _events(job: Job, response: EventStream) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events; an error is raised while nothing was sent, and is an event later."""
+    """Yield a stream's events; an error is raised while nothing was sent, and is an event later.
+
+    Those which the connection takes at once are written to it and not yielded.
+    """
     events = job.events(EVENT)
+    relay = _Relay(job, events, response)
     try:
-        async with aclosing(job.stream(events, lambda: response.started)) as stream:
+        streaming = job.stream(events, lambda: response.started, lambda stream: stream.pass_to(relay))
+        async with aclosing(streaming) as stream:
             async for encoded in stream:
                 if encoded:
                     yield line_safe(b"".join(encoded))

@@ -34,6 +34,11 @@ class CoreClient:
         """Return the next message."""
         return self._decoder.decode(await self._socket.recv())
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `receive` would return without waiting."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
     def close(self) -> None:
         """Close the connection; what was not sent is dropped."""
         self._socket.close()

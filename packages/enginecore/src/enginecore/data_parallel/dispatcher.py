@@ -20,6 +20,7 @@ from enginecore.frontend.frontend import Frontend
 from enginecore.messages import (
     AbortRequests,
     AddRequest,
+    CoreMessage,
     EngineLimits,
     ExpertLoads,
     FollowPrefixes,
@@ -41,6 +42,8 @@ _DEATHS_BEFORE_TRIAL = 2
 """A request that was in so many steps which ended a core runs alone from then on."""
 _DEATHS_ALONE = 2
 """A request that has ended so many cores while it ran alone fails: one end may have had another cause."""
+_LONGEST_READ = 0.05
+"""Seconds for which outputs are read that came meanwhile, before callers hear of those so far."""
 
 
 class _Rank:
@@ -91,6 +94,8 @@ class Dispatcher:
         """Why a rank could not load the model."""
         self.on_outputs: Callable[[int, Outputs], None] = lambda rank, outputs: None
         """Called with each rank's outputs."""
+        self.on_caught_up: Callable[[], None] = lambda: None
+        """Called after `on_outputs`, once for all the outputs that there were to be read."""
         self.on_view: Callable[[int, StepsView], None] = lambda rank, view: None
         """Called with each rank's views, while they are watched."""
         self._watched = False
@@ -273,6 +278,7 @@ class Dispatcher:
         outputs.errors = {number: said}
         self._forget(number)
         self.on_outputs(rank, outputs)
+        self.on_caught_up()
 
     def _resume(self, lost: Sequence[int]) -> None:
         """Send samples whose rank has ended to another."""
@@ -302,21 +308,30 @@ class Dispatcher:
     async def _read(self, rank: int, client: CoreClient) -> None:
         while True:
             message = await client.receive()
+            began = time.monotonic()
             try:
-                match message:
-                    case Outputs():
-                        self._take_outputs(rank, message)
-                    case ExpertLoads():
-                        self._up[rank].expert_loads.put_nowait(message)
-                    case StepsView():
-                        self.on_view(rank, message)
-                    case KVEvents() if self._prefixes is not None:
-                        self._prefixes.update(rank, message)
+                self._take_message(rank, message)
+                while client.has_more and time.monotonic() - began < _LONGEST_READ:
+                    self._take_message(rank, await client.receive())
+                self.on_caught_up()
             except Exception as error:
                 # Whoever waits for them must not wait for ever.
                 logger.exception("outputs of rank %d cannot be read", rank)
                 self.on_failure(f"outputs of rank {rank} cannot be read: {type(error).__name__}: {error}")
                 return
+            # A socket that always has more would never let anyone else have a turn.
+            await asyncio.sleep(0)
+
+    def _take_message(self, rank: int, message: CoreMessage) -> None:
+        match message:
+            case Outputs():
+                self._take_outputs(rank, message)
+            case ExpertLoads():
+                self._up[rank].expert_loads.put_nowait(message)
+            case StepsView():
+                self.on_view(rank, message)
+            case KVEvents() if self._prefixes is not None:
+                self._prefixes.update(rank, message)
 
     def _take_outputs(self, rank: int, outputs: Outputs) -> None:
         for number in outputs.numbers[outputs.finished != 0].tolist():

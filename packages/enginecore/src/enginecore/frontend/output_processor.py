@@ -40,6 +40,7 @@ class SampleState:
 
     __slots__ = (
         "_detokenizer",
+        "_is_delta",
         "_matcher",
         "_params",
         "_pieces",
@@ -64,6 +65,7 @@ class SampleState:
         params = request.request.params
         self.request = request
         self._params = params
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self.index = index
         self.message = message
         """The message that a core was sent for it, the last one if it was resumed."""
@@ -151,7 +153,7 @@ class SampleState:
         text = "".join(self._pieces)
         token_ids, logprobs = self.token_ids[self._shown :], self.logprobs
         self.changed = False
-        if self._params.output_kind is RequestOutputKind.DELTA:
+        if self._is_delta:
             self._pieces, self._shown = [], len(self.token_ids)
             self.logprobs = None if logprobs is None else []
         elif self.finish_reason is None:
@@ -200,6 +202,8 @@ class RequestState:
     """
 
     __slots__ = (
+        "_is_delta",
+        "_is_final_only",
         "embedding",
         "eos_ids",
         "last_token_time",
@@ -215,6 +219,8 @@ class RequestState:
     def __init__(self, request: Request, eos_ids: Collection[int], arrival: float) -> None:
         """`arrival` is in seconds since the epoch."""
         self.request = request
+        self._is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        self._is_final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
         self.eos_ids = eos_ids
         self.metrics = RequestMetrics(arrival_time=arrival)
         self.last_token_time: float | None = None
@@ -248,17 +254,16 @@ class RequestState:
         With prompt logprobs that is once they are complete, as another sample may be faster than the one
         that reports them.
         """
-        if self.finished or self.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
-            return self.finished
+        if self.unfinished == 0 or self._is_final_only:
+            return self.unfinished == 0
         known = self.prompt_logprobs
         return known is None or len(known) == len(self.request.prompt.token_ids)
 
     def output(self) -> RequestOutput:
         """Return the request as its output kind wants it."""
-        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
-        samples = [sample for sample in self.samples if sample.changed or not is_delta]
-        prompt_logprobs = self.prompt_logprobs
-        if is_delta:
+        samples, prompt_logprobs = self.samples, self.prompt_logprobs
+        if self._is_delta:
+            samples = [sample for sample in samples if sample.changed]
             self.prompt_logprobs = None
         return RequestOutput(
             self.request.request_id,

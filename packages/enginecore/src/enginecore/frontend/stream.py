@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
-from enginecore.errors import OctavoError
 from enginecore.frontend.output_processor import RequestState
 from enginecore.outputs import RequestOutput
 
@@ -15,6 +14,22 @@ class StreamOutput(NamedTuple):
     index: int
     """Place of the request among those of the stream."""
     output: RequestOutput
+
+
+class OutputSink(Protocol):
+    """Takes outputs the moment they are there, in place of a reader that is woken for each."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an output can be taken now, without waiting."""
+        ...
+
+    def take(self, index: int, output: RequestOutput) -> None:
+        """Take an output of the request at place `index`.
+
+        What it raises is raised to the reader, and aborts what has not finished.
+        """
+        ...
 
 
 class RequestStream:
@@ -31,24 +46,40 @@ class RequestStream:
         self._index = {state: index for index, state in enumerate(states)}
         self._changed: dict[RequestState, None] = {}
         self._arrived = asyncio.Event()
-        self._failure: OctavoError | None = None
+        self._failure: Exception | None = None
         self.num_unfinished = len(states)
         self._unread = len(states)
         """Requests whose last output was not read."""
         self._closed = False
+        self._sink: OutputSink | None = None
 
     @property
     def states(self) -> Sequence[RequestState]:
         """The stream's requests, in order."""
         return list(self._index)
 
+    def pass_to(self, sink: OutputSink) -> None:
+        """Pass outputs to `sink` from now on, while it is open and the reader has none before them.
+
+        The last output of a request is always the reader's, and so is what comes while the sink is closed.
+        """
+        self._sink = sink
+
     def notify(self, state: RequestState) -> None:
         """Let the reader have an output of a request that has changed; the last time when it has finished."""
+        if state.unfinished == 0:
+            self.num_unfinished -= 1
+        elif self._sink is not None and not self._changed and self._failure is None and self._sink.is_open:
+            try:
+                self._sink.take(self._index[state], state.output())
+            except Exception as error:
+                self._abort(self)
+                self.fail(error)
+            return
         self._changed[state] = None
-        self.num_unfinished -= state.finished
         self._arrived.set()
 
-    def fail(self, error: OctavoError) -> None:
+    def fail(self, error: Exception) -> None:
         """Raise `error` to the reader after what it has not read yet."""
         self._failure = error
         self._arrived.set()

@@ -94,7 +94,7 @@ def check_choice(
     if params.min_tokens:
         banned |= set(stop_ids)
     allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-    if len(banned) >= len(set(allowed)) and banned.issuperset(allowed):
+    if banned.issuperset(allowed):
         named = "stop ids (up to min_tokens) and bad_words" if params.min_tokens else "bad_words"
         raise RequestError(f"no token could be chosen: {named} leave none of those allowed")
 
