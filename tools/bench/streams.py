@@ -135,8 +135,8 @@ def measure(streams: int, tokens: int, steps: float, processes: int) -> dict[str
         environment = os.environ | {"PACED_STEPS": str(steps), "PACED_LOG": str(log), "PACED_IDS": str(names)}
         server = subprocess.Popen(command, env=environment)
         try:
-            host, port = _address(server)
-            _wait_until_ready(host, port)
+            host, port = address_of(server)
+            wait_until_ready(host, port)
             uvloop.run(read_streams(host, port, min(streams, 20), 10))
             before = _cpu_seconds(server.pid)
             began, own = time.monotonic(), time.process_time()
@@ -168,7 +168,7 @@ def _cpu_seconds(pid: int) -> dict[str, float]:
     return found
 
 
-def _address(server: subprocess.Popen) -> tuple[str, int]:
+def address_of(server: subprocess.Popen) -> tuple[str, int]:
     while True:
         for connection in psutil.Process(server.pid).net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
@@ -176,7 +176,7 @@ def _address(server: subprocess.Popen) -> tuple[str, int]:
         time.sleep(0.05)
 
 
-def _wait_until_ready(host: str, port: int) -> None:
+def wait_until_ready(host: str, port: int) -> None:
     import httpx
 
     while httpx.get(f"http://{host}:{port}/health", timeout=60).status_code != 200:

@@ -4,8 +4,10 @@ The folder is the server's own and goes with it: nothing is kept beyond its end.
 """
 
 import itertools
+import logging
 import os
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ MAX_BYTES = 256 << 20
 _ID = re.compile(r"resp-[A-Za-z0-9._-]{1,128}")
 _LOOK_EVERY = 64
 """Files that are written between two looks at how much there is."""
+
+logger = logging.getLogger(__name__)
 
 
 class StoredResponse(msgspec.Struct):
@@ -36,9 +40,11 @@ class ResponseStore:
         self._most = most
         self._max_bytes = max_bytes
         self._written = itertools.count(1)
+        # A look at thousands of files takes tens of milliseconds, which streams must not wait for.
+        self._looking = ThreadPoolExecutor(1, "response-store")
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep a response, and forget old ones if there are too many."""
+        """Keep a response, and soon forget old ones if there are too many."""
         path = self._path(stored.response["id"])
         assert path is not None, "our own ids are names of files"
         # Whole or not at all, for other processes that read it.
@@ -46,7 +52,11 @@ class ResponseStore:
         partial.write_bytes(msgspec.msgpack.encode(stored))
         partial.rename(path)
         if next(self._written) % min(_LOOK_EVERY, self._most) == 0:
-            self._forget_old()
+            self._looking.submit(self._forget_old).add_done_callback(_log_failure)
+
+    def settle(self) -> None:
+        """Wait until what is too much has been forgotten."""
+        self._looking.submit(lambda: None).result()
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, None if there is none."""
@@ -88,3 +98,9 @@ class ResponseStore:
             total += size
             if place >= self._most or total > self._max_bytes:
                 path.unlink(missing_ok=True)
+
+
+def _log_failure(look: Future[None]) -> None:
+    error = look.exception()
+    if error is not None:
+        logger.error("old responses could not be forgotten: %s", error)
