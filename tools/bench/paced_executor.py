@@ -27,7 +27,10 @@ class PacedExecutor:
 
     def __init__(self, config: Any, *args: Any, **more: Any) -> None:
         self.limits = EngineLimits(
-            max_model_len=config.max_model_len or 8192, vocab_size=49152, num_blocks=1 << 17, block_size=16
+            max_model_len=config.max_model_len or 8192,
+            vocab_size=49152,
+            num_blocks=config.num_blocks_override or 1 << 17,
+            block_size=config.block_size,
         )
         rate = float(os.environ["PACED_STEPS"])
         self._seconds = 1 / rate if rate else 0.0

@@ -1,4 +1,4 @@
-"""What sampling a batch and detokenising its tokens cost on a CPU, beside torch's argmax and softmax.
+"""Measure sampling a batch and detokenising its tokens on a CPU, beside torch's argmax and softmax.
 
     uv run python tools/bench/sampling.py [--rows N] [--vocab N] [--threads N] [--rounds N]
 

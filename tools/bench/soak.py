@@ -101,6 +101,8 @@ def soak(requests: int, clients: int) -> dict[str, float]:
         command = [str(Path(sys.executable).parent / "octavo-serve"), "demo", "--port", "0"]
         command += ["--plugins", "paced_executor", "--plugin-path", str(Path(__file__).parent)]
         command += ["--max-num-seqs", str(clients), "--log-level", "warning", "--max-model-len", "8192"]
+        # So few that the prefix cache, which may grow up to them, is full within the first tenth.
+        command += ["--num-blocks-override", str(130 * clients)]
         environment = os.environ | {"PACED_STEPS": "0", "PACED_LOG": str(log), "PACED_IDS": str(names)}
         server = subprocess.Popen(command, env=environment)
         try:

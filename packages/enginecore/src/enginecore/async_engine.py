@@ -41,7 +41,7 @@ _SHUT_DOWN = "the engine was shut down"
 
 
 class RankSource(Protocol):
-    """Who keeps the ranks alive, as an engine sees it: `RankSupervisor`, or a pipe from its process."""
+    """Source of ranks and of news of them: `RankSupervisor`, or a pipe from its process."""
 
     boards: dict[int, Path]
     """Path of each rank's board."""

@@ -325,7 +325,7 @@ class _Histogram(prometheus_client.Histogram):
 
 
 class _RankMetrics:
-    """What is counted of the requests that one rank ran."""
+    """Counters and histograms of the requests that one rank ran."""
 
     def __init__(self, metrics: Metrics, labels: Sequence[str]) -> None:
         self.prompt_tokens = metrics.prompt_tokens.labels(*labels)

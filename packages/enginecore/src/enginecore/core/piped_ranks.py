@@ -14,7 +14,7 @@ _event = msgspec.json.Decoder(RankEvent)
 
 
 class PipedRanks:
-    """What an `AsyncEngine` needs to know of ranks, from lines of JSON.
+    """Ranks that another process keeps alive, as an `AsyncEngine` needs them, from lines of JSON.
 
     Args:
         boards: Path of each rank's board.
