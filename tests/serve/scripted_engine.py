@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.stream import OutputSink, StreamOutput
 from enginecore.messages import EngineLimits, EngineStats
 from enginecore.metrics import Metrics
-from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
+from enginecore.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=64, block_size=16)
@@ -127,6 +128,7 @@ class ScriptedStream:
             if turn < len(mine)
         ]
         self.unfinished = list(outputs)
+        self.metrics = [engine.course() for _ in outputs]
         self._failure: OctavoError | None = None
         self._wake = asyncio.Event()
         self._closed = False
@@ -197,6 +199,8 @@ class ScriptedEngine:
         self.loading = asyncio.Event()
         self.script = script
         self.cached = 0
+        self.course = lambda: RequestMetrics(arrival_time=time.time())
+        """Makes the times of a request."""
         self.allowed: float = math.inf
         self.given = 0
         self.streams: list[ScriptedStream] = []

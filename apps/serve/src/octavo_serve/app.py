@@ -32,6 +32,7 @@ from octavo_serve.state import ServerState
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine
+    from octavo_serve.span_export import Traces
 
 _ROUTES = (
     ("POST", "/v1/completions", generate.create_completion),
@@ -71,16 +72,17 @@ def create_app(
     report: Callable[[HttpMessage], None] = lambda message: None,
     limits: Limits | None = None,
     stored: ResponseStore | None = None,
+    traces: "Traces | None" = None,
 ) -> FastAPI:
     """Return the ASGI application; its `state.server` is the `ServerState` that the routes share.
 
     `report` tells the supervisor; `limits` and `stored` are those of all HTTP processes, by default of this
-    one alone.
+    one alone. `traces` takes the spans of requests that generate.
     """
     routes = _ROUTES + _ADMIN_ROUTES if options.admin_routes else _ROUTES
     paths = frozenset((*(path for _, path, _ in routes), *docs.DOCS_PATHS, *page.PAGE_PATHS))
     middleware = [Middleware(RootPath, root_path=options.root_path)] if options.root_path else []
-    middleware += [Middleware(AccessLog, metrics=engine.metrics, routes=paths)]
+    middleware += [Middleware(AccessLog, metrics=engine.metrics, routes=paths, traces=traces)]
     if options.cors_origins:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -107,5 +109,5 @@ def create_app(
         for path in page.PAGE_PATHS:
             app.add_api_route(path, page.show_page)
     app.add_api_websocket_route(stream.PATH, stream.serve)
-    app.state.server = ServerState(engine, options, report, limits, stored)
+    app.state.server = ServerState(engine, options, report, limits, stored, traces)
     return app

@@ -28,6 +28,10 @@ def _serve() -> int:
     # `octavo-serve serve MODEL` is `vllm serve MODEL`; a folder of that name is ./serve.
     arguments = sys.argv[2:] if sys.argv[1:2] == ["serve"] else sys.argv[1:]
     engine_config, options = OptionParser(PROGRAM, description, __version__, records).read(arguments)
+    if options.otlp_traces_endpoint is not None:
+        from octavo_serve import tracing
+
+        tracing.check()
     # Taken before the model and the web framework load: a port in use is known at once.
     listener = open_listener(options)
     from octavo_serve.supervisor import Supervisor, announce

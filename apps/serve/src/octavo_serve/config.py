@@ -5,6 +5,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from enginecore.errors import ConfigError
 
@@ -59,6 +60,9 @@ class ServeConfig:
     )
     log_format: Literal["text", "json"] = _option("text", "format of the log on standard error")
     live_page: bool = _option(True, "serve a page at / with a chat and a view of the engine")
+    otlp_traces_endpoint: str | None = _option(
+        None, "URL of a collector, which gets a span of each request by OTLP over HTTP; default: none"
+    )
     metrics_prefix: str = _option("octavo_", "beginning of the metrics' names; vllm: gives vLLM's own names")
 
     def __post_init__(self) -> None:
@@ -83,6 +87,8 @@ class ServeConfig:
             raise ConfigError(f"root_path must be like /llm, without a / at its end, got {self.root_path!r}")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+        if self.otlp_traces_endpoint is not None:
+            _check_endpoint(self.otlp_traces_endpoint)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name holds an empty name")
 
@@ -130,6 +136,19 @@ class ServeConfig:
                 raise ConfigError(f"ssl_ca_certs {self.ssl_ca_certs}: {_reason(error)}") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def _check_endpoint(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(
+            "otlp_traces_endpoint must be a URL for OTLP over HTTP, such as http://localhost:4318/v1/traces, "
+            f"got {url!r}"
+        )
 
 
 def _lines(path: str) -> list[str]:

@@ -25,10 +25,12 @@ from octavo_serve.protocol import HttpProtocol
 from octavo_serve.response_store import ResponseStore
 from octavo_serve.routes.stream import MOST_FRAME_BYTES
 from octavo_serve.state import ServerState
+from octavo_serve.tracing import open_traces
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine
     from enginecore.messages import EngineStats
+    from octavo_serve.span_export import Traces
 
 STOPPED = 0
 ENGINE_DIED = 1
@@ -65,12 +67,14 @@ def run(
     """
     _allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        endpoint = options.otlp_traces_endpoint
+        traces = None if endpoint is None else open_traces(endpoint)
         keys = list(options.keys())
         if shared is None:
             app_state = Limits(options, keys), None
         else:
             app_state = Limits(options, keys, shared / COUNTS, index), ResponseStore(shared / RESPONSES)
-        life = _Life(listener, make_engine(), options, app_state, index, report, started, at_once)
+        life = _Life(listener, make_engine(), options, app_state, index, report, started, at_once, traces)
         return runner.run(life.run())
 
 
@@ -123,13 +127,14 @@ class _Life:
         report: Callable[[HttpMessage], None],
         started: int | None,
         at_once: bool,
+        traces: "Traces | None",
     ) -> None:
         self._level = logging.DEBUG if index else logging.INFO
         """Of what would be the same from every HTTP process."""
         self._report = report
         self._serving: asyncio.Task[None] | None = None
         self._at_once = at_once
-        app = create_app(engine, options, report, *shared)
+        app = create_app(engine, options, report, *shared, traces)
         self._engine = engine
         self._state: ServerState = app.state.server
         if started is not None:
@@ -137,6 +142,9 @@ class _Life:
         self._listener = listener
         self._scheme = options.scheme
         self._timeout = options.shutdown_timeout
+        self._traces = traces
+        self._deadline = 0.0
+        """Of the event loop's clock: when a shutdown should be over."""
         self._throughput = Throughput()
         self._asked_to_stop = asyncio.Event()
         self._asked_again = asyncio.Event()
@@ -161,6 +169,8 @@ class _Life:
             if self._serving is not None:
                 await self._serving
             await self._engine.shutdown()
+            if self._traces is not None:
+                await self._traces.close(self._deadline - loop.time(), self._asked_again)
 
     def _accept(self) -> None:
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
@@ -232,6 +242,8 @@ class _Life:
         logger.log(self._level, "%s received", number.name)
         if self._asked_to_stop.is_set():
             self._asked_again.set()
+        else:
+            self._deadline = asyncio.get_running_loop().time() + self._timeout
         self._asked_to_stop.set()
 
 

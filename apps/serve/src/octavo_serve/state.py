@@ -19,6 +19,7 @@ from octavo_serve.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine, Frontend, Request, RequestStream
+    from octavo_serve.span_export import Traces
 
 
 class ServerState:
@@ -31,6 +32,7 @@ class ServerState:
         report: Callable[[HttpMessage], None] = lambda message: None,
         limits: Limits | None = None,
         stored: ResponseStore | None = None,
+        traces: "Traces | None" = None,
     ) -> None:
         """`limits` and `stored` are those of all HTTP processes; by default this one's own."""
         self.engine = engine
@@ -40,6 +42,8 @@ class ServerState:
         self._own_folder = tempfile.TemporaryDirectory(prefix="octavo-") if stored is None else None
         self.stored = stored or ResponseStore(Path(self._own_folder.name if self._own_folder else ""))
         """Responses that conversations go on from."""
+        self.traces = traces
+        """Takes the spans of requests; None where none are wanted."""
         self.report = report
         """Tells the supervisor."""
         self.names = options.served_model_name or (engine.config.model,)

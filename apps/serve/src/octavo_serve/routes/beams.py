@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from enginecore import BeamSearch, Prompt, Request, RequestOutput
 from enginecore.frontend import openai
-from octavo_serve.routes.requests import raise_failure
+from octavo_serve.routes.requests import Client, raise_failure
 from octavo_serve.state import ServerState
 
 
@@ -13,11 +13,9 @@ async def search_beams(
     head: openai.Head,
     body: openai.Body,
     prompts: Sequence[Prompt],
-    key: str | None,
+    client: Client,
 ) -> list[RequestOutput]:
     """Return each prompt's beams as the samples of one output. All prompts run one token a round.
-
-    `key` names the client's key.
 
     Raises:
         RequestError: a prompt cannot be run, or the beams need more log probabilities than may be asked for.
@@ -43,7 +41,8 @@ async def search_beams(
             for prompt in search.prompts
         ]
         outputs: dict[int, RequestOutput] = {}
-        async with server.open_stream(requests, key, goes_on=goes_on) as stream:
+        async with server.open_stream(requests, client.key, goes_on=goes_on) as stream:
+            client.record.follow(stream)
             async for index, output in stream:
                 raise_failure(output)
                 outputs[index] = output

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from enginecore import Request, RequestOutput
 from enginecore.frontend import openai
-from octavo_serve.access import RequestRecord, record_of
+from octavo_serve.access import record_of
 from octavo_serve.auth import key_name
+from octavo_serve.records import RequestRecord
 from octavo_serve.responses import JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
@@ -38,6 +39,7 @@ class _Job(NamedTuple):
         outputs: dict[int, RequestOutput] = {}
         with openai.naming(self.param):
             async with self.server.open_stream(self.requests, self.key) as stream:
+                self.record.follow(stream)
                 async for index, output in stream:
                     self.record.add(index, output)
                     raise_failure(output)
@@ -118,7 +120,7 @@ async def _job(
         for prompt in prompts
     ]
     record = record_of(http)
-    record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], 1)
+    record.begin(head, [len(prompt.token_ids) for prompt in prompts])
     return _Job(server, head, requests, param, record, key_name(http.scope))
 
 

@@ -13,27 +13,17 @@ from starlette.responses import Response
 from enginecore import Prompt, Request, RequestOutput, RequestStream, SamplingParams
 from enginecore.errors import RequestAbortedError, RequestError
 from enginecore.frontend import openai
-from octavo_serve.access import RequestRecord, record_of
+from octavo_serve.access import record_of
 from octavo_serve.auth import key_name
 from octavo_serve.chunks import EVENT, ChatChunks, CompletionChunks, Framing, line_safe
 from octavo_serve.errors import ApiError, as_api_error
 from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.beams import search_beams
-from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
+from octavo_serve.routes.requests import Client, answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
 
 _EACH_WORD = 256
 """Characters of a long text that take as long to tokenise as a word that is by itself."""
-
-
-class Client(NamedTuple):
-    """Client of a request: the answer's id, its log record and its key."""
-
-    id: str
-    """That the answer carries."""
-    record: RequestRecord
-    key: str | None
-    """Name of the client's key."""
 
 
 class Events(Protocol):
@@ -111,11 +101,13 @@ class Job(NamedTuple):
                 requests = await self.requests()
                 async with self.server.open_stream(requests, self.client.key) as stream:
                     opened(stream)
+                    self.client.record.follow(stream)
                     async for index, output in stream:
                         yield self.encode(events, index, output)
         except RequestAbortedError:
             if not started():
                 raise
+            self.client.record.failure = "aborted"
             yield events.abort()
         yield events.end()
 
@@ -236,7 +228,8 @@ async def prepare_completion(server: ServerState, fields: Mapping[str, Any], cli
     )
     head = openai.Head(client.id, int(time.time()), model)
     vocabulary = server.vocabulary
-    client.record.begin(head.id, [len(prompt.token_ids) for prompt in prompts], body.samples)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    client.record.begin(head, lengths, body.samples, params, streams=bool(body.stream))
     return Job(
         server,
         head,
@@ -281,7 +274,8 @@ async def prepare_chat(server: ServerState, fields: Mapping[str, Any], size: int
             lambda: frontend.prepare_chat(body.messages, cache_salt=body.cache_salt, **options),
         )
     head = openai.Head(client.id, int(time.time()), model)
-    client.record.begin(head.id, [len(prompt.token_ids)], body.samples)
+    lengths = [len(prompt.token_ids)]
+    client.record.begin(head, lengths, body.samples, params, streams=bool(body.stream))
     return Chat(server, head, body, prompt, params, parsers, client)
 
 
@@ -306,7 +300,7 @@ async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[i
 
 async def _beam_answer(job: Job) -> bytes:
     with openai.blaming(job.body):
-        outputs = await search_beams(job.server, job.head, job.body, job.prompts, job.client.key)
+        outputs = await search_beams(job.server, job.head, job.body, job.prompts, job.client)
     for index, output in enumerate(outputs):
         job.client.record.add(index, output)
     return msgspec.json.encode(job.answer(outputs))
@@ -317,6 +311,7 @@ async def _whole_answer(job: Job) -> bytes:
     with renaming(job.fields), openai.blaming(job.body):
         requests = await job.requests()
         async with job.server.open_stream(requests, job.client.key) as stream:
+            job.client.record.follow(stream)
             async for index, output in stream:
                 job.client.record.add(index, output)
                 raise_failure(output)
@@ -358,7 +353,9 @@ async def _events(job: Job, response: EventStream) -> AsyncGenerator[bytes, None
     except Exception as error:
         if not response.started:
             raise
-        yield events.error(as_api_error(error))
+        told = as_api_error(error)
+        job.client.record.failure = str(told.status)
+        yield events.error(told)
         return
     if events.closing:
         yield events.closing

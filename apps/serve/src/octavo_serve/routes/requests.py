@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -10,12 +10,23 @@ from enginecore import RequestOutput
 from enginecore.errors import ContextLengthError, NoTokenError, RequestError
 from octavo_serve.access import request_id
 from octavo_serve.errors import ApiError
+from octavo_serve.records import RequestRecord
 from octavo_serve.state import ServerState
 
 INLINE_CHARACTERS = 16_384
 """Longer texts are tokenised in a thread, so that other clients' tokens are not held up."""
 
 Prepared = TypeVar("Prepared")
+
+
+class Client(NamedTuple):
+    """Client of a request: the answer's id, its log record and its key."""
+
+    id: str
+    """That the answer carries."""
+    record: RequestRecord
+    key: str | None
+    """Name of the client's key."""
 
 
 def server_of(request: Request) -> ServerState:

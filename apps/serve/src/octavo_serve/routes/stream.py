@@ -18,12 +18,15 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from enginecore import RequestStream
 from enginecore.errors import RequestAbortedError, RequestError
 from enginecore.frontend import openai
-from octavo_serve.access import CLIENT_LEFT, RequestRecord, log_request
+from octavo_serve.access import log_request
 from octavo_serve.auth import given_key
 from octavo_serve.chunks import FRAME
 from octavo_serve.engine_feed import SECONDS_BETWEEN_FRAMES, EngineFeed
 from octavo_serve.errors import ApiError, as_api_error
-from octavo_serve.routes.generate import Client, Job, prepare_chat_completion, prepare_completion
+from octavo_serve.records import CLIENT_LEFT, Answered, RequestRecord
+from octavo_serve.routes.generate import Job, prepare_chat_completion, prepare_completion
+from octavo_serve.routes.requests import Client
+from octavo_serve.spans import OPERATIONS, TRACE_FIELDS
 from octavo_serve.state import ServerState
 
 PATH = "/v1/stream"
@@ -262,7 +265,21 @@ class _Session:
                 del self._requests[name]
             seconds = time.perf_counter() - began
             self._server.engine.metrics.answered("WS", PATH, status)
-            log_request("WS", PATH, PATH, status, self._key, record, seconds)
+            answered = Answered("WS", PATH, PATH, status, self._key, record, seconds)
+            log_request(answered, self._trace(kind, frame, answered))
+
+    def _trace(self, kind: str, frame: _Frame, answered: Answered) -> str | None:
+        """Hand out the span of a request, which continues the frame's trace or else the handshake's."""
+        if self._server.traces is None:
+            return None
+        given = {name: frame.fields.get(name) for name in TRACE_FIELDS}
+        headers = [
+            (name.encode(), value.encode("ascii", "replace"))
+            for name, value in given.items()
+            if isinstance(value, str)
+        ]
+        operation = OPERATIONS["WS", kind]
+        return self._server.traces.add(headers or self._socket.scope["headers"], operation, answered)
 
     async def _prepare(self, kind: str, name: str, frame: _Frame, record: RequestRecord) -> Job:
         self._server.require_ready()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self
 
 from enginecore.frontend.output_processor import RequestState
-from enginecore.outputs import RequestOutput
+from enginecore.outputs import RequestMetrics, RequestOutput
 
 
 class StreamOutput(NamedTuple):
@@ -57,6 +57,11 @@ class RequestStream:
     def states(self) -> Sequence[RequestState]:
         """The stream's requests, in order."""
         return list(self._index)
+
+    @property
+    def metrics(self) -> Sequence[RequestMetrics]:
+        """Times of the stream's requests, in order; they go on changing until the requests have finished."""
+        return [state.metrics for state in self._index]
 
     def pass_to(self, sink: OutputSink) -> None:
         """Pass outputs to `sink` from now on, while it is open and the reader has none before them.
