@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanKind, StatusCode
 
 from enginecore import __version__
-from octavo_serve import spans
+from octavo_serve import spans, tracing
 from octavo_serve.records import Answered
 
 _SECONDS_TO_SEND_LAST_SPANS = 3.0
@@ -108,17 +108,20 @@ class LoggedExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
         self._exporter = exporter
-        parts = urlsplit(url)
-        self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+        self._shown = tracing.without_secrets(url)
         self._lost = 0
         """Spans since the last export that worked."""
-        self._reasons = _FirstMessage(parts.query)
+        self._reasons = _FirstMessage(urlsplit(url).query)
         _add_filter(trace_exporter.__name__, self._reasons)
         _add_filter(_BATCHES, _OncePerMessage())
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._reasons.first = None
-        result = self._exporter.export(spans)
+        try:
+            result = self._exporter.export(spans)
+        except OSError as error:  # of requests; the exporter of OpenTelemetry 1.38 lets it through
+            self._reasons.keep(str(error))
+            result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             if self._lost:
                 logger.info("spans are exported to %s again, %d were lost", self._shown, self._lost)
@@ -147,10 +150,13 @@ class _FirstMessage(logging.Filter):
         """None until there is one; set it to None to wait for another."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self.first is None:
-            text = record.getMessage()
-            self.first = text.replace(self._secret, "…") if self._secret else text
+        self.keep(record.getMessage())
         return False
+
+    def keep(self, text: str) -> None:
+        """Keep `text` if it is the first."""
+        if self.first is None:
+            self.first = text.replace(self._secret, "…") if self._secret else text
 
 
 class _OncePerMessage(logging.Filter):

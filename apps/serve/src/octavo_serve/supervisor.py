@@ -28,6 +28,7 @@ from octavo_serve.messages import (
     HttpSettings,
     ReloadExperts,
 )
+from octavo_serve.tracing import with_path, without_secrets
 
 STOPPED = 0
 ENGINE_DIED = 1
@@ -46,6 +47,8 @@ def announce(listener: socket.socket, engine: EngineConfig, server: ServeConfig)
     if server.uds is None and server.host in ("0.0.0.0", "::", "") and not server.keys():
         logger.warning("listening on every network without an API key: anybody there may use this server")
     logger.info("version %s", __version__)
+    if server.otlp_traces_endpoint is not None:
+        logger.info("tracing requests to %s", without_secrets(with_path(server.otlp_traces_endpoint)))
     logger.info("listening on %s, loading %s", url(listener, server.scheme), engine.model)
 
 

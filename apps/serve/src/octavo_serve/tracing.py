@@ -61,6 +61,12 @@ def with_path(endpoint: str) -> str:
     return endpoint if parts.path else parts._replace(path=DEFAULT_PATH).geturl()
 
 
+def without_secrets(endpoint: str) -> str:
+    """Return a collector's URL for the log: without a user, a password and a query."""
+    parts = urlsplit(endpoint)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
