@@ -247,6 +247,19 @@ async def test_every_route_that_generates(server, engine, path, body, name, stre
     assert attributes["gen_ai.response.id"] in answer.text
 
 
+def test_no_route_that_generates_is_left_out(engine):
+    app = create_app(cast(Any, engine), ServeConfig(admin_routes=True))
+    posts = {route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
+    others = {
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/expert_placement/reload",
+        "/reset_prefix_cache",
+    }
+    assert {path for method, path in OPERATIONS if method == "POST"} == posts - others
+
+
 async def test_a_beam_search(server, engine):
     times = iter(RequestMetrics(100.0 + round, 100.5 + round, 100.75 + round, 0.25) for round in range(9))
     engine.course = lambda: next(times)
