@@ -17,10 +17,11 @@ from enginecore.frontend.parsing import Parsers
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.sampling_params import RequestOutputKind
 from front_ends import front, step
-from octavo_serve.access import RequestRecord
 from octavo_serve.chunks import ChatChunks, CompletionChunks
 from octavo_serve.protocol import BODY_WRITER, BodyWriter
-from octavo_serve.routes.generate import Client, Job
+from octavo_serve.records import RequestRecord
+from octavo_serve.routes.generate import Job
+from octavo_serve.routes.requests import Client
 
 TOKENS = 50
 CALLS_A_TOKEN = 40
