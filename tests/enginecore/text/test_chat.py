@@ -207,9 +207,10 @@ def test_null_fields_are_as_if_absent() -> None:
 
 def test_the_tool_template_serves_requests_with_tools() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "tools"}, None)
-    assert template.render(CONVERSATION) == "plain"
-    assert template.render(CONVERSATION, tools=[]) == "plain"
-    assert template.render(CONVERSATION, tools=TOOLS) == "tools"
+    question = CONVERSATION[1:2]
+    assert template.render(question) == "plain"
+    assert template.render(question, tools=[]) == "plain"
+    assert template.render(question, tools=TOOLS) == "tools"
 
 
 def test_named_templates_need_a_default() -> None:
@@ -232,12 +233,12 @@ def test_continuing_needs_content_that_the_template_shows() -> None:
 
 def test_a_variable_named_messages_does_not_replace_them() -> None:
     extra: dict[str, Any] = {"messages": "mine"}
-    assert ChatTemplate("{{ messages[1].content }}", None).render(CONVERSATION, **extra) == "héllo 语"
+    assert ChatTemplate("{{ messages[0].content }}", None).render(CONVERSATION[1:2], **extra) == "héllo 语"
 
 
 def test_the_year_comes_from_the_clock() -> None:
     years = {datetime.now().year}
-    text = ChatTemplate("{{ strftime_now('%Y') }}", None).render(CONVERSATION)
+    text = ChatTemplate("{{ strftime_now('%Y') }}", None).render(CONVERSATION[1:2])
     assert int(text) in years | {datetime.now().year}
 
 
@@ -286,6 +287,56 @@ def test_a_developer_s_text_that_no_template_shows_is_refused() -> None:
     messages = [{"role": "developer", "content": RHYME}, {"role": "user", "content": "hi"}]
     with pytest.raises(RequestError, match="shows no message of role developer"):
         ChatTemplate(template, None).render(messages)
+
+
+USER_ONLY = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("content", [RHYME, [{"type": "text", "text": RHYME}]], ids=["text", "parts"])
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_message_that_no_template_shows_is_refused(role: str, content: Any) -> None:
+    """HC-92: what was accepted must reach the model."""
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": content}]
+    with pytest.raises(RequestError, match=rf"messages\[1\]: .* of role {role}"):
+        ChatTemplate(USER_ONLY, None).render(messages)
+
+
+def test_a_template_that_shows_the_first_of_two_system_messages_refuses_the_second() -> None:
+    template = "{{ messages[0].content }};{{ messages[1].content }}"
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert ChatTemplate(template, None).render(messages) == "be brief;hi"
+    with pytest.raises(RequestError, match=r"messages\[2\]"):
+        ChatTemplate(template, None).render([*messages, {"role": "system", "content": "again"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        ("{{ messages[0].content | tojson }}", 'say "hi"\n', '"say \\"hi\\"\\n"'),
+        ("{% if messages[0].content == '/no_think' %}-{% else %}+{% endif %}", "/no_think", "-"),
+        ("{{ messages[0].content | upper }}", RHYME, RHYME.upper()),
+        ("{% if messages[0].content != 'x' %}{{ raise_exception('x only') }}{% endif %}!", "x", "!"),
+        ("{{ bos_token }}", "  ", ""),
+    ],
+    ids=["escaped", "a switch", "changed", "the only one there may be", "blank"],
+)
+def test_a_template_may_do_with_a_system_message_what_it_wants(
+    template: str, content: str, expected: str
+) -> None:
+    assert ChatTemplate(template, None).render([{"role": "system", "content": content}]) == expected
+
+
+def test_escaped_results_of_many_tools_cost_one_more_rendering() -> None:
+    template = "{% for m in messages %}{{ count() }}{{ m.content | tojson }}{% endfor %}"
+    messages = [{"role": "tool", "content": f'"{index}"'} for index in range(50)]
+    calls: list[None] = []
+
+    def count() -> str:
+        calls.append(None)
+        return ""
+
+    assert ChatTemplate(template, None).render(messages, count=count).count("\\") == 100
+    assert len(calls) == 2 * len(messages)
 
 
 @pytest.mark.parametrize("extra", [{"tool_calls": []}, {"tool_calls": None}, {}], ids=str)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginecore.errors import ConfigError, RequestError
+from enginecore.frontend.text.shown_messages import require_shown
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.frontend.text.tool_messages import plain_calls
 
@@ -53,7 +54,8 @@ class ChatTemplate:
         unless the template reads parts itself. `template_kwargs` are variables for the template.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them; its message is passed on.
+            RequestError: the messages are malformed, or the template refuses them (its message is passed on)
+                or leaves out one of role system, developer or tool.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -63,24 +65,28 @@ class ChatTemplate:
         compiled = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
         plain = _plain_messages(messages, join_parts=not compiled.reads_parts)
         # A template without a branch for developers gets their instructions as those of the system.
-        renamed = [] if compiled.knows_developer else _rename_developers(plain)
+        renamed = set() if compiled.knows_developer else _rename_developers(plain)
         if continue_final_message:
             _mark_end(plain[-1])
         variables = {
             **self._special_tokens,
             **template_kwargs,
-            "messages": plain,
             "tools": tools or None,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
+
+        def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+            return compiled.template.render({**variables, "messages": messages})
+
         try:
-            text = compiled.template.render(variables)
+            text = rendered(plain)
         except Exception as error:
             # A template is a program of the model's; whatever it raises is its answer to these messages.
             raise RequestError(f"chat template: {error}", "messages") from error
-        _require_shown(renamed, text)
-        return _cut_at_mark(text) if continue_final_message else text
+        prompt = _cut_at_mark(text) if continue_final_message else text
+        require_shown(plain, text, rendered, renamed)
+        return prompt
 
 
 def read_template(option: str) -> str:
@@ -142,26 +148,12 @@ def _plain_message(message: Any, index: int, join_parts: bool) -> dict[str, Any]
     return plain
 
 
-def _rename_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give messages of role developer the role system; return them."""
-    renamed = [message for message in messages if message["role"] == "developer"]
-    for message in renamed:
-        message["role"] = "system"
+def _rename_developers(messages: Sequence[dict[str, Any]]) -> set[int]:
+    """Give messages of role developer the role system; return their places."""
+    renamed = {place for place, message in enumerate(messages) if message["role"] == "developer"}
+    for place in renamed:
+        messages[place]["role"] = "system"
     return renamed
-
-
-def _require_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise RequestError when the text of a message is not in the prompt: no instruction is lost unseen."""
-    shown = "".join(text.split())
-    for message in messages:
-        content = message.get("content") or ""
-        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        if not all("".join(part.split()) in shown for part in parts):
-            raise RequestError(
-                "the chat template shows no message of role developer, as such or as system: leave it out, "
-                "or put the text into the user's message",
-                "messages",
-            )
 
 
 def _text_of_part(part: Any, where: str) -> str:
