@@ -125,6 +125,18 @@ async def test_interrupted_streams_end_with_abort(app, engine):
     assert len(engine.aborted) == 2
 
 
+async def test_beams_go_on_while_the_server_drains(app, engine):
+    """HC-54: each round is a request to the engine, and only the first could be refused."""
+    engine.script = lambda prompt, params: say("a", "length")
+    caller = Caller(app, {"prompt": "hi", "use_beam_search": True, "n": 2, "max_tokens": 3})
+    await submitted(engine, 1)
+    app.state.server.draining = True
+    engine.allow(100)
+    await caller.task
+    assert caller.messages[0]["status"] == 200
+    assert [choice["text"] for choice in json.loads(caller.body)["choices"]] == ["ZZZ", "ZZa"]
+
+
 async def test_interrupted_before_the_first_token(app, engine):
     callers = [Caller(app, {"prompt": "hi", "stream": stream}) for stream in (True, False)]
     await submitted(engine, 2)

@@ -116,17 +116,17 @@ class ServerState:
     ) -> AsyncGenerator["RequestStream"]:
         """Submit all requests, or none; what has not finished when the context is left is aborted.
 
-        `key` is the name of the client's key. What goes on with a request that was let in already is not
-        refused for a full queue.
+        `key` is the name of the client's key. What goes on with a request that was let in already is refused
+        neither for a full queue nor because the server drains.
 
         Raises:
             RequestError: a request cannot be run as asked.
             ApiError: 503, no request can be taken now; 429, too many wait, or this client has too many.
         """
-        self.require_ready()
-        config, stats = self.engine.config, self.engine.stats
-        seats = 0 if stats.waiting else config.max_num_seqs * len(config.local_ranks)
         if not goes_on:
+            self.require_ready()
+            config, stats = self.engine.config, self.engine.stats
+            seats = 0 if stats.waiting else config.max_num_seqs * len(config.local_ranks)
             self.limits.check_queue(len(requests), seats, self.engine.queue_seconds)
         with self.limits.one_more(key):
             async with self._submitted(requests) as stream:
