@@ -147,6 +147,56 @@ def test_beams_end_at_the_length_limit_and_share_cached_blocks(llm):
     assert (after.running, after.waiting, after.kv_cache_usage) == (0, 0, 0)
 
 
+def test_metrics_count_a_search_as_one_request(model):
+    llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
+    llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
+    found = {(value.name, value.labels.get("finished_reason")): value for value in llm.get_metrics()}
+    prompts = sum(len(prompt) for prompt in PROMPTS[:2])
+    assert found["octavo_request_success_total", "length"].value == 2
+    assert found["octavo_prompt_tokens_total", None].value == prompts
+    assert found["octavo_generation_tokens_total", None].value == 2 * 3 * 4
+    for name, count, total in (
+        ("request_prompt_tokens", 2, prompts),
+        ("request_generation_tokens", 2, 2 * 3 * 4),
+        ("request_params_n", 2, 2 * 3),
+        ("request_params_max_tokens", 2, 2 * 4),
+    ):
+        histogram = found[f"octavo_{name}", None]
+        assert (histogram.count, histogram.sum) == (count, total), name
+    for name, count in (
+        ("time_to_first_token", 2),
+        ("inter_token_latency", 2 * 3),
+        ("e2e_request_latency", 2),
+        ("request_queue_time", 2),
+        ("request_prefill_time", 2),
+    ):
+        assert found[f"octavo_{name}_seconds", None].count == count, name
+
+
+def test_a_search_that_is_refused_is_not_counted_and_one_that_fails_is_an_error(model):
+    llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=64)
+
+    def ends():
+        values = (value for value in llm.get_metrics() if value.name == "octavo_request_success_total")
+        return {value.labels["finished_reason"]: value.value for value in values if value.value}
+
+    with pytest.raises(RequestError):
+        llm.beam_search([[1], [320]], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert ends() == {}
+    steps, step = [], llm.llm_engine.step
+
+    def dies():
+        steps.append(None)
+        if len(steps) == 3:
+            raise RuntimeError("the third step fails")
+        return step()
+
+    llm.llm_engine.step = dies
+    with pytest.raises(RuntimeError):
+        llm.beam_search([[1], [2]], BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True))
+    assert ends() == {"error": 2}
+
+
 def test_a_search_without_prompts(llm):
     assert llm.beam_search([], BeamSearchParams(2, 2)) == []
 

@@ -137,6 +137,18 @@ async def test_beams_go_on_while_the_server_drains(app, engine):
     assert [choice["text"] for choice in json.loads(caller.body)["choices"]] == ["ZZZ", "ZZa"]
 
 
+async def test_leaving_a_beam_search_counts_one_abort(app, engine):
+    engine.script = lambda prompt, params: say("a", "length")
+    caller = Caller(app, {"prompt": "hi", "use_beam_search": True, "n": 2, "max_tokens": 3})
+    await submitted(engine, 1)
+    engine.allow(1)
+    await submitted(engine, 3)
+    caller.leave()
+    await caller.task
+    values = (value for value in engine.metrics.values() if value.name == "octavo_request_success_total")
+    assert {value.labels["finished_reason"]: value.value for value in values if value.value} == {"abort": 1}
+
+
 async def test_interrupted_before_the_first_token(app, engine):
     callers = [Caller(app, {"prompt": "hi", "stream": stream}) for stream in (True, False)]
     await submitted(engine, 2)

@@ -171,6 +171,21 @@ async def test_beams(client, engine):
     assert chat["choices"][0]["message"]["content"] == "Z"
 
 
+async def test_steps_of_beams_are_not_counted_as_requests(client, engine):
+    body = {**TEXT, "prompt": ["hi", "ho"], "use_beam_search": True, "n": 2, "max_tokens": 2}
+    await answer(client, COMPLETIONS, body)
+    assert {request.counted for request in engine.requests} == {False}
+    values = {value.name: value for value in engine.metrics.values() if "finished_reason" not in value.labels}
+    ends = {
+        value.labels["finished_reason"]: value.value
+        for value in engine.metrics.values()
+        if "finished_reason" in value.labels
+    }
+    assert ends == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+    assert values["octavo_prompt_tokens_total"].value == 4
+    assert values["octavo_generation_tokens_total"].value == 2 * 2 * 2
+
+
 async def test_beams_that_end(client, engine):
     engine.script = lambda prompt, params: [Step("", [257], "length")]
     body = {**TEXT, "use_beam_search": True, "max_tokens": 1, "length_penalty": 0, "n": 2}

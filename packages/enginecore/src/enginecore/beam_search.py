@@ -3,15 +3,19 @@
 Beams of a prompt share what they have in common through the prefix cache.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
-from enginecore.errors import ContextLengthError, RequestError
+from enginecore.errors import ContextLengthError, RequestAbortedError, RequestError
 from enginecore.frontend.request import Prompt
 from enginecore.frontend.text.tokenizer import Tokenizer
-from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
+from enginecore.metrics import Ended, Metrics
+from enginecore.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_BEAM_WIDTH = 128
@@ -124,6 +128,9 @@ class BeamSearch:
         """Score and beam."""
         self._num_cached: int | None = None
         """Tokens of the prompt that were found in the prefix cache."""
+        self._times = RequestMetrics(arrival_time=time.time())
+        self._token_times: list[float] = []
+        """End of each round, in seconds since the epoch."""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -139,8 +146,12 @@ class BeamSearch:
             RequestError: one of them failed.
         """
         self._rounds -= 1
+        self._token_times.append(time.time())
         if self._num_cached is None:
             self._num_cached = outputs[0].num_cached_tokens
+            self._times.first_token_time = self._token_times[0]
+            if outputs[0].metrics is not None:
+                self._times.time_in_queue = outputs[0].metrics.time_in_queue
         found: list[BeamSearchSequence] = []
         for beam, output in zip(self._open, outputs, strict=True):
             found += self._continued(beam, _candidates(output))
@@ -155,6 +166,32 @@ class BeamSearch:
         """Return the beams found, the best first: beam_width of them, or as many as there are."""
         ordered = sorted(self._completed, key=lambda entry: -entry[0])
         return [beam for _, beam in ordered[: self._params.beam_width]]
+
+    @staticmethod
+    @contextmanager
+    def counting(begun: Collection["BeamSearch"], metrics: Metrics) -> Generator[None]:
+        """Count as aborted or failed those of `begun` that do not come to their end."""
+        try:
+            yield
+        except BaseException as error:
+            aborted = isinstance(error, asyncio.CancelledError | RequestAbortedError | KeyboardInterrupt)
+            for search in begun:
+                search.count(metrics, "abort" if aborted else "error")
+            raise
+
+    def count(self, metrics: Metrics, reason: str | None = None) -> None:
+        """Count the search, which has ended, as one request; `reason` is told where it did not finish."""
+        found = self._open if reason else self.best()
+        finish = reason or ("stop" if all(beam.finish_reason == "stop" for beam in found) else "length")
+        start, params = len(self._prompt.token_ids), self._params
+        ended = Ended(
+            start,
+            [len(beam.tokens) - start for beam in found],
+            params.beam_width,
+            params.max_tokens,
+            self._times,
+        )
+        metrics.searched(ended, self._token_times, finish)
 
     def request_output(
         self, request_id: str, tokenizer: Tokenizer | None, skip_special_tokens: bool
@@ -179,7 +216,15 @@ class BeamSearch:
                 )
             )
         prompt = self._prompt
-        return RequestOutput(request_id, prompt.text, prompt.token_ids, samples, True, self._num_cached)
+        return RequestOutput(
+            request_id,
+            prompt.text,
+            prompt.token_ids,
+            samples,
+            True,
+            self._num_cached,
+            metrics=self._times,
+        )
 
     def _continued(
         self, beam: BeamSearchSequence, candidates: Mapping[int, Logprob]

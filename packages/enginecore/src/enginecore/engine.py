@@ -32,6 +32,11 @@ class Engine(Protocol):
     frontend: Frontend
     limits: EngineLimits
 
+    @property
+    def metrics(self) -> Metrics:
+        """What is counted of requests."""
+        ...
+
     def add_request(
         self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: int = 0
     ) -> None:
@@ -118,9 +123,9 @@ class LLMEngine:
         self.limits: EngineLimits = self._core.limits
         """Limits of the loaded model and its cache."""
         self.frontend.limits = self.limits
-        self._metrics = Metrics(config.model, stats=lambda: {0: self._core.stats()})
-        self._metrics.loaded(config, self._core.limits)
-        self._metrics.rank_up(0)
+        self.metrics = Metrics(config.model, stats=lambda: {0: self._core.stats()})
+        self.metrics.loaded(config, self._core.limits)
+        self.metrics.rank_up(0)
         self._unreturned: list[RequestOutput] = []
         """Outputs of a step that Ctrl-C kept from returning them."""
 
@@ -177,13 +182,13 @@ class LLMEngine:
     def _forget_all(self) -> None:
         """Forget the requests of an engine that has died."""
         for request_id, state in list(self.frontend.requests.items()):
-            self._metrics.ended_early(state, "error")
+            self.metrics.ended_early(state, "error")
             self.frontend.abort(request_id)
-        self._metrics.stopped()
+        self.metrics.stopped()
 
     def _process(self, outputs: Outputs) -> None:
         processed = self.frontend.process(outputs)
-        self._metrics.record(outputs, processed)
+        self.metrics.record(outputs, processed)
         self._unreturned += [state.output() for state in processed.changed if state.has_output]
         if processed.stopped:
             self._core.abort(0, processed.stopped)
@@ -193,7 +198,7 @@ class LLMEngine:
         self._made_here.check()
         state = self.frontend.requests.get(request_id)
         if state is not None:
-            self._metrics.ended_early(state, "abort")
+            self.metrics.ended_early(state, "abort")
             self._core.abort(0, self.frontend.abort(request_id))
         self._unreturned = [output for output in self._unreturned if output.request_id != request_id]
 
@@ -207,7 +212,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Return counters, gauges and histograms as they are now."""
-        return self._metrics.values()
+        return self.metrics.values()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no request uses."""
@@ -227,7 +232,7 @@ class LLMEngine:
             for request_id in list(self.frontend.requests):
                 self.abort_request(request_id)
             self._core.shutdown()
-            self._metrics.stopped()
+            self.metrics.stopped()
 
 
 @contextmanager

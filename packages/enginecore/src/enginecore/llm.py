@@ -244,11 +244,21 @@ class LLM:
 
     def _search(self, searches: Sequence[BeamSearch], params: SamplingParams) -> None:
         """Run some beam searches to their end, all of them one token a round."""
-        while running := [search for search in searches if search.prompts]:
-            wanted = [_Wanted(prompt, params, 0) for search in running for prompt in search.prompts]
-            outputs = iter(self._calls.run(wanted, lambda _: None))
-            for search in running:
-                search.advance(list(itertools.islice(outputs, len(search.prompts))))
+        metrics, begun = self.llm_engine.metrics, list[BeamSearch]()
+        with BeamSearch.counting(begun, metrics):
+            while running := [search for search in searches if search.prompts]:
+                wanted = [
+                    _Wanted(prompt, params, 0, counted=False)
+                    for search in running
+                    for prompt in search.prompts
+                ]
+                outputs = iter(self._calls.run(wanted, lambda _: None))
+                begun[:] = running
+                for search in running:
+                    search.advance(list(itertools.islice(outputs, len(search.prompts))))
+                    if not search.prompts:
+                        search.count(metrics)
+                        begun.remove(search)
 
     def _run(
         self,
@@ -291,6 +301,7 @@ class _Wanted(NamedTuple):
     params: SamplingParams
     priority: int
     pooling: PoolingPlan | None = None
+    counted: bool = True
 
 
 class _Call:
@@ -364,8 +375,9 @@ class _ConcurrentCalls:
                 request_id = str(next(self._numbers))
                 call.ids.append(request_id)
                 self._calls[request_id] = call
-                prompt, params, priority, pooling = entry
-                self._engine.add(Request(request_id, prompt, params, priority, pooling=pooling))
+                prompt, params, priority, pooling, counted = entry
+                request = Request(request_id, prompt, params, priority, pooling=pooling, counted=counted)
+                self._engine.add(request)
         except RequestError as error:
             self._abort(call)
             if len(wanted) == 1:

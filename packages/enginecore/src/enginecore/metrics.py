@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import prometheus_client
 from prometheus_client.metrics_core import (
@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 from enginecore.config import EngineConfig
 from enginecore.errors import ConfigError
 from enginecore.messages import STEP_BOUNDS, EngineLimits, EngineStats, Outputs
+from enginecore.outputs import RequestMetrics
 
 if TYPE_CHECKING:
     from enginecore.frontend.output_processor import Processed, RequestState
@@ -94,6 +95,29 @@ class Histogram:
 
 Metric = Counter | Gauge | Histogram
 """A metric's state, by the name that it has in Prometheus' text."""
+
+
+class Ended(NamedTuple):
+    """What is counted of a request when it ends."""
+
+    prompt_tokens: int
+    lengths: Sequence[int]
+    """Tokens of each sample."""
+    n: int
+    max_tokens: int | None
+    times: RequestMetrics
+
+    @classmethod
+    def of(cls, state: "RequestState") -> Self:
+        """Return it of a request that has ended."""
+        request = state.request
+        return cls(
+            len(request.prompt.token_ids),
+            [sample.num_tokens for sample in state.samples],
+            request.params.n,
+            request.params.max_tokens if request.pooling is None else None,
+            state.metrics,
+        )
 
 
 class Metrics:
@@ -206,15 +230,22 @@ class Metrics:
         self._up.clear()
 
     def record(self, outputs: Outputs, processed: "Processed", rank: int = 0) -> None:
-        """Take in a step's outputs, and what they have changed."""
+        """Take in a step's outputs, and what they have changed. Those of beams are left to `searched`."""
         mine = self._rank(rank)
-        mine.prompt_tokens.inc(processed.prompt_tokens)
-        mine.generation_tokens.inc(processed.generated_tokens)
-        for _, waited in outputs.scheduled.values():
-            mine.queue_time.observe(waited)
+        beams = [state for state in processed.scheduled if not state.request.counted]
+        numbers = {state.samples[0].message.number for state in beams}
+        in_beams = sum(len(state.request.prompt.token_ids) for state in beams)
+        mine.prompt_tokens.inc(processed.prompt_tokens - in_beams)
+        for number, (_, waited) in outputs.scheduled.items():
+            if number not in numbers:
+                mine.queue_time.observe(waited)
         now = time.time()
         since: dict[float, int] = {}
+        generated = processed.generated_tokens
         for state in processed.changed:
+            if not state.request.counted:
+                generated -= state.samples[0].num_tokens
+                continue
             if state.last_token_time is None:
                 # A request that the core refused ends without a token.
                 if state.metrics.first_token_time is not None:
@@ -224,14 +255,34 @@ class Metrics:
             state.last_token_time = now
             if state.unfinished == 0:
                 reasons = [sample.finish_reason or "stop" for sample in state.samples]
-                mine.end(state, "error" if "error" in reasons else reasons[-1], now)
+                mine.end(Ended.of(state), "error" if "error" in reasons else reasons[-1], now)
+        mine.generation_tokens.inc(generated)
         # Requests that run together got their last tokens together.
         for before, count in since.items():
             mine.itl.observe(max(0.0, now - before), count)
 
     def ended_early(self, state: "RequestState", reason: str) -> None:
         """Count a request that ended without its last output."""
-        self._rank(self._first).end(state, reason, time.time())
+        if state.request.counted:
+            self._rank(self._first).end(Ended.of(state), reason, time.time())
+
+    def searched(self, ended: Ended, token_times: Sequence[float], reason: str) -> None:
+        """Count a beam search as one request, of the first rank: its rounds may have run on several.
+
+        Args:
+            ended: Of the beams that it found, or has found so far.
+            token_times: End of each round, in seconds since the epoch.
+            reason: Why it ended.
+        """
+        mine, times = self._rank(self._first), ended.times
+        if token_times:
+            mine.prompt_tokens.inc(ended.prompt_tokens)
+            mine.generation_tokens.inc(sum(ended.lengths))
+            mine.queue_time.observe(times.time_in_queue or 0.0)
+            mine.ttft.observe(max(0.0, token_times[0] - times.arrival_time))
+            for before, after in itertools.pairwise(token_times):
+                mine.itl.observe(max(0.0, after - before))
+        mine.end(ended, reason, time.time())
 
     def answered(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request; `handler` is its route's path, not the client's."""
@@ -337,12 +388,12 @@ class _RankMetrics:
         self._requests = metrics.requests.labelled(labels)
         self._success = {reason: metrics.success.labels(*labels, reason) for reason in _FINISH_REASONS}
 
-    def end(self, state: "RequestState", reason: str, now: float) -> None:
+    def end(self, ended: Ended, reason: str, now: float) -> None:
         """Count a request that has ended, at `now` in seconds since the epoch."""
         self._success[reason].inc()
-        self._e2e.observe(max(0.0, now - state.metrics.arrival_time))
+        self._e2e.observe(max(0.0, now - ended.times.arrival_time))
         if reason in ("stop", "length"):
-            self._requests.observe(state, now)
+            self._requests.observe(ended, now)
 
 
 class _RequestHistograms:
@@ -371,16 +422,15 @@ class _RequestHistograms:
             setattr(mine, name, histogram.labels(*labels))
         return mine
 
-    def observe(self, state: "RequestState", now: float) -> None:
+    def observe(self, ended: Ended, now: float) -> None:
         """Take in a request that has finished."""
-        params, times = state.request.params, state.metrics
-        lengths = [sample.num_tokens for sample in state.samples]
-        self.prompt.observe(len(state.request.prompt.token_ids))
+        lengths, times = ended.lengths, ended.times
+        self.prompt.observe(ended.prompt_tokens)
         self.generated.observe(sum(lengths))
         self.longest.observe(max(lengths))
-        self.n.observe(params.n)
-        if params.max_tokens is not None and state.request.pooling is None:
-            self.max_tokens.observe(params.max_tokens)
+        self.n.observe(ended.n)
+        if ended.max_tokens is not None:
+            self.max_tokens.observe(ended.max_tokens)
         started = times.arrival_time + (times.time_in_queue or 0.0)
         first = times.first_token_time or now
         self.prefill.observe(max(0.0, first - started))

@@ -18,7 +18,7 @@ from enginecore.frontend.request import Request
 from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.prompts import PromptInput
 from enginecore.messages import EngineLimits, EngineStats
-from enginecore.metrics import Metric
+from enginecore.metrics import Metric, Metrics
 from enginecore.outputs import RequestOutput
 from enginecore.sampling_params import SamplingParams
 
@@ -108,6 +108,11 @@ class ParallelEngine:
     def stats(self) -> EngineStats:
         """Return the state of all ranks together."""
         return self._engine.stats
+
+    @property
+    def metrics(self) -> Metrics:
+        """What is counted of requests, of all ranks."""
+        return self._engine.metrics
 
     def get_metrics(self) -> list[Metric]:
         """Return counters, gauges and histograms of each rank."""

@@ -33,22 +33,30 @@ async def search_beams(
         )
         for prompt, params in zip(prompts, each, strict=True)
     ]
-    params, goes_on = each[0].step_params(), False
-    while running := [search for search in searches if search.prompts]:
-        requests = [
-            Request(f"{head.id}-{next(server.numbers)}", prompt, params, body.priority or 0)
-            for search in running
-            for prompt in search.prompts
-        ]
-        outputs: dict[int, RequestOutput] = {}
-        async with server.open_stream(requests, client.key, goes_on=goes_on) as stream:
-            client.record.follow(stream)
-            async for index, output in stream:
-                raise_failure(output)
-                outputs[index] = output
-        goes_on = True
-        ordered = iter([outputs[index] for index in range(len(requests))])
-        for search in running:
-            search.advance([next(ordered) for _ in search.prompts])
+    params = each[0].step_params()
+    # Those that the engine has taken and that have not ended.
+    begun: list[BeamSearch] = []
+    with BeamSearch.counting(begun, server.engine.metrics):
+        while running := [search for search in searches if search.prompts]:
+            requests = [
+                Request(
+                    f"{head.id}-{next(server.numbers)}", prompt, params, body.priority or 0, counted=False
+                )
+                for search in running
+                for prompt in search.prompts
+            ]
+            outputs: dict[int, RequestOutput] = {}
+            async with server.open_stream(requests, client.key, goes_on=bool(begun)) as stream:
+                begun[:] = running
+                client.record.follow(stream)
+                async for index, output in stream:
+                    raise_failure(output)
+                    outputs[index] = output
+            ordered = iter([outputs[index] for index in range(len(requests))])
+            for search in running:
+                search.advance([next(ordered) for _ in search.prompts])
+                if not search.prompts:
+                    search.count(server.engine.metrics)
+                    begun.remove(search)
     hides = body.skip_special_tokens is not False
     return [search.request_output(head.id, frontend.tokenizer, hides) for search in searches]

@@ -34,6 +34,8 @@ class Request:
     pooling: PoolingPlan | None = None
     """How its prompt becomes a vector, for which `params` are the plan's; None to generate."""
 
+    counted: bool = True
+    """False for a step of a beam search, which metrics count as one request."""
     grammar: str | None = None
     """`params.structured_outputs` as `Frontend.grammar` gives it; None where nobody has asked it yet."""
 
