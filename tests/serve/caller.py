@@ -8,7 +8,14 @@ from typing import Any
 class Caller:
     """A client at the ASGI interface, who sees every message and may leave at any time."""
 
-    def __init__(self, app, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        app,
+        body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        *,
+        path: str = "/v1/completions",
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         self._unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self._left = asyncio.Event()
@@ -21,8 +28,8 @@ class Caller:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
+            "path": path,
+            "raw_path": path.encode(),
             "root_path": "",
             "scheme": "http",
             "query_string": b"",

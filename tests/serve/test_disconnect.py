@@ -125,6 +125,25 @@ async def test_interrupted_streams_end_with_abort(app, engine):
     assert len(engine.aborted) == 2
 
 
+async def test_an_interrupted_message_ends_with_an_error(app, engine):
+    """HC-54: Anthropic's API has no stop reason for an answer that was given up."""
+    body = {"max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+    caller = Caller(app, body, path="/v1/messages")
+    await submitted(engine, 1)
+    engine.allow(2)
+    await caller.received(3)
+    interrupt(app)
+    await caller.task
+    lines = [line for line in caller.body.decode().split("\n") if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["type"] for event in events if event["type"] != "content_block_delta"] == [
+        "message_start",
+        "content_block_start",
+        "error",
+    ]
+    assert "shutting down" in events[-1]["error"]["message"]
+
+
 async def test_beams_go_on_while_the_server_drains(app, engine):
     """HC-54: each round is a request to the engine, and only the first could be refused."""
     engine.script = lambda prompt, params: say("a", "length")

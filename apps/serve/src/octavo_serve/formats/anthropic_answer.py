@@ -14,12 +14,13 @@ from octavo_serve.chunks import line_safe
 from octavo_serve.errors import ApiError
 from octavo_serve.formats.blocks import Block, Blocks, Change, Closed, Grew, Opened
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
+_ABORTED = "the server is shutting down: the answer is not complete"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -65,11 +66,11 @@ class MessageEvents:
 
     def end(self) -> list[bytes]:
         """Return what follows the last output."""
-        return [_event({"type": "message_stop"})]
+        return [_event({"type": "message_stop"})] if self._ended else []
 
     def abort(self) -> list[bytes]:
-        """Return the last events of an answer that the server gives up."""
-        return [*self._start(), *self._finish(CompletionOutput(0, finish_reason="abort"))]
+        """Return the error that ends an answer which the server gives up: no stop reason says so."""
+        return [] if self._ended else [self.error(ApiError(503, _ABORTED))]
 
     def usage(self) -> dict[str, Any]:
         """Return the usage of what has been encoded."""
