@@ -178,6 +178,18 @@ def test_tokens_are_counted(served):
         ({"messages": [{"role": "system", "content": "x"}]}, "role must be user or assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is"),
         ({"messages": [{"role": "user", "content": "q" * 2000}]}, "maximum context length"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": "x"}],
+                    },
+                ]
+            },
+            "messages[1].content[0].input must be an object",
+        ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom is"),
         ({"tools": [LOOKUP], "tool_choice": {"type": "some"}}, "tool_choice.type must be"),
         ({"thinking": {"type": 5}}, "thinking.type"),

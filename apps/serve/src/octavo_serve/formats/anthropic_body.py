@@ -142,6 +142,8 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
         here = f"{where}.content[{place}]"
         if block.get("type") == "tool_use":
             given = block.get("input", {})
+            if not isinstance(given, dict):
+                raise RequestError(f"{here}.input must be an object, got {given!r:.80}", "messages")
             arguments = msgspec.json.encode(given).decode()
             function = {"name": _named(block, "name", here), "arguments": arguments}
             calls.append({"id": _named(block, "id", here), "type": "function", "function": function})
