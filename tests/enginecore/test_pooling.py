@@ -100,6 +100,13 @@ def test_the_option_changes_the_model_s_way_and_a_request_changes_both(tmp_path)
     assert pooler.plan(asked, LIMITS)[:2] == ("mean", False)
 
 
+def test_a_request_may_name_the_size_that_every_vector_has(tmp_path):
+    pooler = Pooler.of(write(tmp_path, modes(lasttoken=True), "Pooling"), None)
+    assert pooler.plan(PoolingParams(dimensions=LIMITS.hidden_size), LIMITS).dimensions is None
+    with pytest.raises(RequestError, match="matryoshka"):
+        pooler.plan(PoolingParams(dimensions=LIMITS.hidden_size - 1), LIMITS)
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -99,6 +99,8 @@ class Pooler:
         if kind is None:
             raise RequestError(f"{self.obstacle}: say which pooling_type is wanted", "pooling_type")
         dimensions = self.dimensions if params.dimensions is None else params.dimensions
+        if dimensions == limits.hidden_size:
+            dimensions = None  # clients name the whole vector's size too
         if dimensions is not None:
             self._check(dimensions, limits.hidden_size)
         if kind == "mean" and params.skip_reading_prefix_cache is False:
