@@ -18,6 +18,7 @@ from enginecore.frontend.openai import (
     Deltas,
     Head,
     Parsers,
+    PlacedTokens,
     Row,
     TextOffsets,
     Vocabulary,
@@ -56,7 +57,7 @@ _encode = msgspec.json.Encoder().encode
 class _Choice:
     """Streaming state of one choice: whether it has finished, and how much of its text is sent."""
 
-    __slots__ = ("deltas", "finished", "length", "offsets", "start")
+    __slots__ = ("deltas", "finished", "length", "offsets", "placed", "start")
 
     def __init__(self, start: bytes) -> None:
         self.start = start
@@ -66,6 +67,8 @@ class _Choice:
         """Characters sent."""
         self.offsets: TextOffsets | None = None
         """Of its tokens that have logprobs."""
+        self.placed: PlacedTokens | None = None
+        """Holds such tokens back, where a stop string may cut them off."""
         self.deltas: Deltas | None = None
         """Where its text is parsed."""
 
@@ -136,6 +139,8 @@ class Chunks(ABC):
         return choice
 
     def _append(self, events: list[bytes], choice: _Choice, sample: CompletionOutput) -> None:
+        if choice.placed is not None:
+            sample = choice.placed.certain(sample, choice.length + len(sample.text))
         logprobs = self._logprobs(choice, sample)
         if sample.finish_reason is not None:
             choice.finished = True
@@ -200,10 +205,20 @@ class CompletionChunks(Chunks):
     def encode(self, prompt: int, output: RequestOutput) -> list[bytes]:
         return super().encode(prompt, without_new_tokens(output) if self._prompt_alone else output)
 
+    def _abort(self, events: list[bytes], choice: _Choice) -> None:
+        if choice.placed is None:
+            super()._abort(events, choice)
+        else:  # the text that is held back is lost with the engine, but its tokens were counted
+            self._append(events, choice, CompletionOutput(0, finish_reason="abort"))
+
     def _opening(self, prompt: int, choice: _Choice, output: RequestOutput) -> list[bytes]:
+        text = echoed_text(output, self._vocabulary) if self._body.echo else ""
+        choice.length = len(text)
+        if self._wants_logprobs:
+            choice.offsets = self._offsets(len(text))
+            choice.placed = PlacedTokens(self._offsets(len(text))) if self._body.stop else None
         if not self._body.echo:
             return [self._prompt_event(choice, output, "", b"null")] if self._shows_ids else []
-        text = echoed_text(output, self._vocabulary)
         logprobs = b"null"
         if self._wants_logprobs:
             # Only the first output of a prompt has its logprobs; every choice of it shows them.
@@ -212,12 +227,11 @@ class CompletionChunks(Chunks):
                 output.prompt_token_ids,
                 rows,
                 self._vocabulary,
-                self._offsets(choice),
+                self._offsets(),
                 len(text),
                 as_ids=self._as_ids,
             )
             logprobs = _encode(shape)
-        choice.length = len(text)
         return [self._prompt_event(choice, output, text, logprobs)]
 
     def _prompt_event(self, choice: _Choice, output: RequestOutput, text: str, logprobs: bytes) -> bytes:
@@ -227,17 +241,15 @@ class CompletionChunks(Chunks):
             content += b',"prompt_token_ids":' + _encode(output.prompt_token_ids)
         return self._event(choice, content, logprobs, _RUNNING)
 
-    def _offsets(self, choice: _Choice) -> TextOffsets:
-        if choice.offsets is None:
-            choice.offsets = TextOffsets(self._vocabulary, self._body.skip_special_tokens is not False)
-        return choice.offsets
+    def _offsets(self, start: int = 0) -> TextOffsets:
+        return TextOffsets(self._vocabulary, self._body.skip_special_tokens is not False, start)
 
     def _content(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
 
     def _logprobs(self, choice: _Choice, sample: CompletionOutput) -> bytes:
         choice.length += len(sample.text)
-        if not self._wants_logprobs or not sample.logprobs:
+        if choice.offsets is None or not sample.logprobs:
             return b"null"
         end = None if sample.finish_reason is None else choice.length
         return _encode(
@@ -245,7 +257,7 @@ class CompletionChunks(Chunks):
                 sample.token_ids,
                 sample.logprobs,
                 self._vocabulary,
-                self._offsets(choice),
+                choice.offsets,
                 end,
                 as_ids=self._as_ids,
             )

@@ -4,7 +4,6 @@ from enginecore.frontend.openai.answers import (
     Head,
     NoVocabulary,
     Row,
-    TextOffsets,
     Vocabulary,
     chat_answer,
     chat_logprobs,
@@ -52,6 +51,7 @@ from enginecore.frontend.openai.embeddings import (
     score_answer,
     score_inputs,
 )
+from enginecore.frontend.openai.offsets import PlacedTokens, TextOffsets
 from enginecore.frontend.openai.tools import check_tool_list
 from enginecore.frontend.openai.validation import (
     ModelNotFound,
@@ -76,6 +76,7 @@ __all__ = [
     "ModelNotFound",
     "NoVocabulary",
     "Parsers",
+    "PlacedTokens",
     "PoolingBody",
     "RerankBody",
     "Row",

@@ -1,6 +1,5 @@
 """Answers of /v1/completions and /v1/chat/completions as plain dicts, and the parts that a stream shares."""
 
-import codecs
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from enginecore.errors import RequestError
 from enginecore.frontend.openai.bodies import ChatBody, CompletionBody
 from enginecore.frontend.openai.deltas import Deltas
+from enginecore.frontend.openai.offsets import TextOffsets
 from enginecore.frontend.parsing import NO_PARSERS, Parsers
 from enginecore.frontend.text.tokenizer import NO_TOKENIZER
 from enginecore.outputs import CompletionOutput, Logprob, RequestOutput
@@ -46,27 +46,6 @@ class NoVocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         raise RequestError(NO_TOKENIZER)
-
-
-class TextOffsets:
-    """Places of a choice's tokens in its text, in characters.
-
-    A token that goes on with a character has that character's place, and one that is not shown the next's.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True) -> None:
-        self._vocabulary = vocabulary
-        self._hidden = vocabulary.special_ids if skip_special_tokens else ()
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._end = 0
-        """Whole characters so far."""
-
-    def place(self, token: int) -> int:
-        """Return the place of the next token."""
-        start = self._end
-        if token not in self._hidden:
-            self._end += len(self._decode(self._vocabulary.token_bytes(token)))
-        return start
 
 
 class Head(NamedTuple):
@@ -259,16 +238,22 @@ def _completion_choice(
     if body.return_token_ids:
         choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": sample.token_ids}
     if body.wants_logprobs:
-        ids: list[int] = []
-        rows: list[Row] = []
+        skips, as_ids = body.skip_special_tokens is not False, bool(body.return_tokens_as_token_ids)
+        offsets = TextOffsets(vocabulary, skips, len(text) - len(sample.text))
+        shape = completion_logprobs(
+            sample.token_ids, sample.logprobs or [], vocabulary, offsets, len(text), as_ids=as_ids
+        )
         if body.echo:
-            ids += output.prompt_token_ids
-            rows += output.prompt_logprobs or []
-        ids += sample.token_ids
-        rows += sample.logprobs or []
-        offsets = TextOffsets(vocabulary, body.skip_special_tokens is not False)
-        as_ids = bool(body.return_tokens_as_token_ids)
-        choice["logprobs"] = completion_logprobs(ids, rows, vocabulary, offsets, len(text), as_ids=as_ids)
+            ids, rows, end = (
+                output.prompt_token_ids,
+                output.prompt_logprobs or [],
+                len(text) - len(sample.text),
+            )
+            before = completion_logprobs(
+                ids, rows, vocabulary, TextOffsets(vocabulary, skips), end, as_ids=as_ids
+            )
+            shape = {name: before[name] + entries for name, entries in shape.items()}
+        choice["logprobs"] = shape
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
     return choice
