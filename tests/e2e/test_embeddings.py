@@ -128,6 +128,7 @@ BAD = [
     ({"input": "a", "dimensions": 32}, "dimensions"),
     ({"input": "a", "truncate_prompt_tokens": 129}, "truncate_prompt_tokens"),
     ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"input": "a", "truncation_side": "middle"}, "truncation_side"),
     ({"input": "a", "cache_salt": ""}, "cache_salt"),
     ({"input": "a", "priority": 3}, "priority"),
@@ -205,6 +206,20 @@ def test_scores(server, expected, path):
     assert [entry["score"] for entry in each] == pytest.approx(right, abs=1e-5)
     one = post(server, path, text_1="abc", text_2="abd").json()["data"]
     assert [entry["score"] for entry in one] == pytest.approx([query @ others[1]], abs=1e-5)
+    for body, param in (
+        ({"text_1": "", "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": ""}, "text_2"),
+        ({"text_1": "x" * 129, "text_2": "a"}, "text_1"),
+        ({"queries": "a", "documents": ["b", ""]}, "documents"),
+        ({"queries": ["a", ""], "documents": ["b", "c"]}, "queries"),
+        ({"data_1": "x" * 10**6, "data_2": "a"}, "data_1"),
+    ):
+        error = post(server, path, **body).json()["error"]
+        assert error["param"] == param
+        if "" in [
+            text for value in body.values() for text in (value if isinstance(value, list) else [value])
+        ]:
+            assert error["message"] == f"{param} is empty: it must hold at least one token"
     for body in (
         {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]},
         {"text_1": ["a", "b"], "text_2": "c"},
@@ -250,6 +265,9 @@ def test_ranks(server, expected, path):
         ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ({"query": "a", "documents": [7]}, "documents"),
         ({"query": "a", "documents": ["a", ""]}, "documents"),
+        ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": "x" * 129, "documents": ["a"]}, "query"),
+        ({"query": "a", "documents": ["a"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 4}, "max_tokens_per_doc"),
     ):
         refused = post(server, path, **body)

@@ -286,7 +286,7 @@ def test_truncation(llm):
     assert ids([7, 8, 9], 2) == [7, 8]
     assert ids("x" * 1000, -1) == list(b"x" * LENGTH)
     for count in (-2, LENGTH + 1, 0):
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestError, match=f"^truncate_prompt_tokens must be .* got {count}$"):
             ids("abc", count)
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from stepping_engine import SteppingEngine
 
+from enginecore.errors import RequestError
 from octavo_offline.answer_file import OutputError
 from octavo_offline.batch import FAILURES_KEPT, Counts, run_batch
 from octavo_offline.batch_input import numbered
@@ -104,6 +105,36 @@ def test_a_request_that_the_server_would_refuse_has_its_response(engine, bad, sa
     answer = run(engine, bad)["1"]
     assert said in message(answer)
     assert (answer["response"]["status_code"], answer["error"]) == (400, None)
+
+
+CHAT = {"url": "/v1/chat/completions", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    "bad, param, said",
+    [
+        ({"guided_regex": "(", "prompt": "a"}, "guided_regex", "guided_regex: regex: "),
+        ({**CHAT, "structured_outputs": {"regex": "("}}, "structured_outputs", "structured_outputs: regex: "),
+        (
+            {**CHAT, "response_format": {"type": "json_object"}},
+            "response_format",
+            "response_format: json_obj",
+        ),
+        ({**CHAT, "messages": [{"role": "user", "content": "a" * 64}]}, "messages", "tokens of at most 63"),
+    ],
+)
+def test_what_the_engine_refuses_is_called_as_the_body_calls_it(engine, bad, param, said):
+    def add(request):
+        wanted = request.params.structured_outputs
+        if wanted is not None:
+            message = f"structured_outputs: {wanted.kind}: it does not compile"
+            raise RequestError(message, "structured_outputs")
+        SteppingEngine.add(engine, request)
+
+    engine.add = add
+    error = run(engine, line(**bad))["1"]["response"]["body"]["error"]
+    assert error["param"] == param
+    assert said in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,15 @@ async def test_out_of_range_names_the_field(client, field, value):
         assert error_of(await send(client, **{field: value}))["param"] == field
 
 
+@pytest.mark.parametrize("n", [0, -1, 129, 10**6])
+async def test_n_has_the_routes_own_limit(client, n):
+    for send in (complete, chat):
+        error = error_of(await send(client, n=n))
+        assert (error["message"], error["param"]) == (f"n must be between 1 and 128, got {n}", "n")
+        beams = error_of(await send(client, n=n, use_beam_search=True))
+        assert beams["message"] == error["message"]
+
+
 @pytest.mark.parametrize(
     "extra", [{"temperature": 1e-45}, {"temperature": 2.5}, {"logit_bias": {"65": 1e9}}, {"top_k": -1}]
 )

@@ -92,7 +92,8 @@ def run_batch(
             if result.error is None:
                 writer.answer(result)
             else:
-                writer.fail(result.job.key.number, result.job.key.custom_id, result.error)
+                key = result.job.key
+                writer.fail(key.number, key.custom_id, openai.blame(key.body, result.error))
 
 
 class _Writer:
@@ -182,9 +183,10 @@ def _read(engine: "Engine", names: Sequence[str], number: int, line: _Line) -> J
 def _chat_job(engine: "Engine", number: int, custom_id: str, model: str, body: ChatBody) -> Job:
     _refuse_what_batches_lack(body)
     parsers = openai.parsers_of(body, engine.frontend.parsers)
-    prompt = engine.frontend.prepare_chat(
-        body.messages, cache_salt=body.cache_salt, **openai.template_options(body)
-    )
+    with openai.blaming(body):
+        prompt = engine.frontend.prepare_chat(
+            body.messages, cache_salt=body.cache_salt, **openai.template_options(body)
+        )
     key = _Key(number, custom_id, _head("chatcmpl", model), body, parsers)
     params = openai.chat_params(body, engine.frontend.sampling_defaults)
     return Job(key, [prompt], [params], body.priority or 0, parsers.special_tokens)

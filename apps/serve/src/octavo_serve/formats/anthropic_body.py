@@ -189,7 +189,10 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     fields: dict[str, Any] = {}
     if kind == "tool":
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        name = choice.get("name")
+        if not isinstance(name, str):
+            raise RequestError(f"tool_choice.name must be a text, got {name!r:.80}", "tool_choice")
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif kind in _CHOICES:
         fields["tool_choice"] = _CHOICES[kind]
     else:

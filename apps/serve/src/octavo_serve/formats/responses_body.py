@@ -14,6 +14,7 @@ from enginecore.frontend.openai import Integer
 Item = dict[str, Any]
 """Of a conversation: a message, a function call, its output, or reasoning."""
 
+_ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -80,8 +81,9 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, Any]:
     messages: list[Item] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
+    before = len(items) - len(input_items(body))  # of earlier responses, which have been looked at
     for place, item in enumerate(items):
-        _add_item(messages, item, f"input[{place}]")
+        _add_item(messages, item, f"input[{place - before}]")
     fields: dict[str, Any] = {
         "messages": messages,
         "max_tokens": body.max_output_tokens,
@@ -105,7 +107,10 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, Any]:
 def _add_item(messages: list[Item], item: Item, where: str) -> None:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
+        role = item.get("role")
+        if role not in _ROLES:
+            raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.80}", "input")
+        messages.append({"role": role, "content": _content(item.get("content"), where)})
     elif kind == "function_call":
         function = {"name": _text(item, "name", where), "arguments": item.get("arguments") or ""}
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
@@ -160,12 +165,15 @@ def _tool_choice(choice: str | dict[str, Any]) -> Any:
     if choice.get("type") != "function":
         kind = choice.get("type")
         raise RequestError(f"tool_choice.type must be function, got {kind!r:.80}", "tool_choice")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    name = choice.get("name")
+    if not isinstance(name, str):
+        raise RequestError(f"tool_choice.name must be a text, got {name!r:.80}", "tool_choice")
+    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(shape: Any) -> dict[str, Any]:
     if not isinstance(shape, dict):
-        raise RequestError("text.format must be an object", "text")
+        raise RequestError(f"text.format must be an object, got {shape!r:.80}", "text.format")
     if shape.get("type") != "json_schema":
         return shape
     inner = {name: shape[name] for name in ("name", "schema", "strict", "description") if name in shape}

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from enginecore import Request, RequestOutput
+from enginecore import Prompt, Request, RequestOutput
 from enginecore.frontend import openai
 from octavo_serve.access import record_of
 from octavo_serve.auth import key_name
@@ -29,7 +29,7 @@ class _Job(NamedTuple):
     head: openai.Head
     requests: Sequence[Request]
     param: str
-    """The field that the texts came in."""
+    """The field that the last of the texts came in."""
     record: RequestRecord
     key: str | None
     """Name of the client's key."""
@@ -51,7 +51,7 @@ async def create_embeddings(http: HttpRequest) -> Response:
     """Return the embedding of each input, in order."""
     fields, name = await _read(http)
     body = openai.read_embedding(fields)
-    job = await _job(http, name, body, openai.embedding_inputs(body), "embd", "input")
+    job = await _job(http, name, body, [("input", openai.embedding_inputs(body))], "embd")
     return JsonAnswer(_embeddings(job, body.encoding_format))
 
 
@@ -60,7 +60,7 @@ async def score(http: HttpRequest) -> Response:
     fields, name = await _read(http)
     body = openai.read_score(fields)
     first, second, names = openai.score_inputs(body)
-    job = await _job(http, name, body, [*first, *second], "score", names[1])
+    job = await _job(http, name, body, list(zip(names, (first, second))), "score")
 
     def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
         return openai.score_answer(job.head, outputs[: len(first)], outputs[len(first) :])
@@ -73,7 +73,8 @@ async def rerank(http: HttpRequest) -> Response:
     fields, name = await _read(http)
     body = openai.read_rerank(fields)
     openai.check_inputs(1 + len(body.documents), "documents")
-    job = await _job(http, name, body, [body.query, *body.texts], "rerank", "documents")
+    texts = [("query", [body.query]), ("documents", body.texts)]
+    job = await _job(http, name, body, texts, "rerank")
 
     def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
         return openai.rerank_answer(job.head, body, outputs[0], outputs[1:])
@@ -93,27 +94,28 @@ async def _job(
     http: HttpRequest,
     name: str,
     body: openai.PoolingBody,
-    texts: Sequence[str | list[int]],
+    texts: Sequence[tuple[str, Sequence[str | list[int]]]],
     prefix: str,
-    param: str,
 ) -> _Job:
+    """Return the job of the texts of some fields, by the fields' names."""
     server = server_of(http)
     frontend = server.frontend
     plan = frontend.pooling_plan(body.params())
-    with openai.naming(param):
-        prompts = await off_loop(
-            sum(map(len, texts)),
-            lambda: [
-                frontend.prepare_text(
-                    text,
-                    add_special_tokens=body.add_special_tokens is not False,
-                    truncate=body.truncate_prompt_tokens,
-                    truncation_side=body.truncation_side or "right",
-                    cache_salt=body.cache_salt,
-                )
-                for text in texts
-            ],
-        )
+
+    def prepare(param: str, text: str | list[int]) -> Prompt:
+        with openai.naming(param):
+            return frontend.prepare_text(
+                text,
+                add_special_tokens=body.add_special_tokens is not False,
+                truncate=body.truncate_prompt_tokens,
+                truncation_side=body.truncation_side or "right",
+                cache_salt=body.cache_salt,
+            )
+
+    prompts = await off_loop(
+        sum(len(text) for _, listed in texts for text in listed),
+        lambda: [prepare(param, text) for param, listed in texts for text in listed],
+    )
     head = openai.Head(answer_id(http, prefix), int(time.time()), name)
     requests = [
         Request.to_pool(f"{head.id}-{next(server.numbers)}", prompt, plan, body.priority or 0)
@@ -121,7 +123,7 @@ async def _job(
     ]
     record = record_of(http)
     record.begin(head, [len(prompt.token_ids) for prompt in prompts])
-    return _Job(server, head, requests, param, record, key_name(http.scope))
+    return _Job(server, head, requests, texts[-1][0], record, key_name(http.scope))
 
 
 async def _embeddings(job: _Job, encoding: str | None) -> bytes:

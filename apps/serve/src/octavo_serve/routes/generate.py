@@ -1,6 +1,7 @@
 """POST /v1/completions and /v1/chat/completions, and what they share with other APIs and the WebSocket."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -53,6 +54,17 @@ class Events(Protocol):
         ...
 
 
+class Names(NamedTuple):
+    """Names that a chat's fields have in the API that a request came by, where they have others there."""
+
+    fields: Mapping[str, str] = {}
+    parts: Mapping[str, str] = {}
+    """Of parts of fields, as messages have them."""
+
+
+CHAT_NAMES = Names()
+
+
 class Job(NamedTuple):
     """A body, ready to be run and answered."""
 
@@ -69,8 +81,8 @@ class Job(NamedTuple):
     client: Client
     shown_tokens: Sequence[str] = ()
     """Special tokens that the text shows."""
-    fields: Mapping[str, str] = {}
-    """Names that fields of `body` have in the API that it was asked by, where they have others."""
+    names: Names = CHAT_NAMES
+    """What `body` is called in the API that it was asked by."""
 
     def response(self) -> Response:
         """Return the response, streamed if the body asks for that."""
@@ -97,7 +109,7 @@ class Job(NamedTuple):
             ApiError, EngineDeadError: the engine cannot run it, or gave it up.
         """
         try:
-            with renaming(self.fields), openai.blaming(self.body):
+            with renaming(self.names), openai.blaming(self.body):
                 requests = await self.requests()
                 async with self.server.open_stream(requests, self.client.key) as stream:
                     opened(stream)
@@ -163,12 +175,9 @@ class Chat(NamedTuple):
         self,
         events: Callable[[Framing], Events],
         answer: Callable[[RequestOutput], dict[str, Any]],
-        fields: Mapping[str, str] | None = None,
+        names: Names = CHAT_NAMES,
     ) -> Job:
-        """Return the job, answered by `answer`, or as a stream by what `events` returns.
-
-        `fields` are the names that the chat's fields have in another API.
-        """
+        """Return the job, answered by `answer`, or as a stream by what `events` returns."""
         return Job(
             self.server,
             self.head,
@@ -179,7 +188,7 @@ class Chat(NamedTuple):
             lambda outputs: answer(outputs[0]),
             self.client,
             self.parsers.special_tokens,
-            fields or {},
+            names,
         )
 
 
@@ -280,15 +289,18 @@ async def prepare_chat(server: ServerState, fields: Mapping[str, Any], size: int
 
 
 @contextmanager
-def renaming(fields: Mapping[str, str]) -> Generator[None]:
-    """Let a RequestError name a field as another API does: `fields` are its names, by those of a chat."""
+def renaming(names: Names) -> Generator[None]:
+    """Let a RequestError name a chat's field as another API does, as its `param` and in its message."""
     try:
         yield
     except RequestError as error:
-        name = fields.get(error.param or "")
-        if name is None:
-            raise
-        raise RequestError(str(error), name, error.code) from error
+        message = str(error)
+        param = names.fields.get(error.param or "", error.param)
+        if error.param not in (None, param, "prompt"):  # all APIs speak of a prompt that is too long
+            message = re.sub(rf"\b{error.param}\b", str(param), message)
+        for part, other in names.parts.items():
+            message = message.replace(part, other)
+        raise RequestError(message, param, error.code) from error
 
 
 async def _bad_words(server: ServerState, params: SamplingParams) -> list[list[int]] | None:
@@ -308,7 +320,7 @@ async def _beam_answer(job: Job) -> bytes:
 
 async def _whole_answer(job: Job) -> bytes:
     outputs: dict[int, RequestOutput] = {}
-    with renaming(job.fields), openai.blaming(job.body):
+    with renaming(job.names), openai.blaming(job.body):
         requests = await job.requests()
         async with job.server.open_stream(requests, job.client.key) as stream:
             job.client.record.follow(stream)

@@ -14,16 +14,18 @@ from octavo_serve.formats import responses_answer
 from octavo_serve.formats.responses_answer import Asked, ResponseEvents
 from octavo_serve.formats.responses_body import Item, ResponsesBody, chat_fields, check, input_items
 from octavo_serve.response_store import ResponseStore, StoredResponse
-from octavo_serve.routes.generate import client_of, prepare_chat, renaming
+from octavo_serve.routes.generate import Names, client_of, prepare_chat, renaming
 from octavo_serve.routes.requests import read_body, server_of
 
-_FIELDS = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text",
-}
-"""Fields of a response by those of the chat that are made of them."""
+_NAMES = Names(
+    {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    },
+    {"json_schema.": "", ".function.": "."},
+)
 
 
 async def create_response(http: HttpRequest) -> Response:
@@ -36,7 +38,7 @@ async def create_response(http: HttpRequest) -> Response:
     body = openai.convert(fields, ResponsesBody)
     check(body)
     items = await _history(server.stored, body.previous_response_id) + input_items(body)
-    with renaming(_FIELDS):
+    with renaming(_NAMES):
         chat_body = {"model": name, **chat_fields(body, items)}
         chat = await prepare_chat(server, chat_body, len(raw), client_of(http, "resp"))
     asked = Asked(chat.head, body, chat.body, chat.prompt, chat.parsers, server.vocabulary)
@@ -50,7 +52,7 @@ async def create_response(http: HttpRequest) -> Response:
         keep(response)
         return response
 
-    return chat.job(lambda framing: ResponseEvents(asked, keep), answer, _FIELDS).response()
+    return chat.job(lambda framing: ResponseEvents(asked, keep), answer, _NAMES).response()
 
 
 async def show_response(http: HttpRequest) -> Response:

@@ -204,17 +204,25 @@ class Frontend:
             truncation_side: Whether tokens are cut off at the right or at the left.
 
         Raises:
-            RequestError: as `prepare_prompt`, or `truncate` is more than the model takes.
+            RequestError: as `prepare_prompt`, or the prompt is empty or too long, or `truncate` is 0 or more
+                than the model takes.
         """
+        if self.limits is None:
+            raise RequestError(_LOADING)
+        limit = self.limits.max_model_len
         if truncate is None:
-            return self.prepare_prompt(prompt, add_special_tokens, cache_salt=cache_salt)
-        limit = self._max_model_len()
-        if not -1 <= truncate <= limit:
+            whole = self.prepare_prompt(prompt, add_special_tokens, cache_salt=cache_salt)
+            check_prompt(whole.token_ids, self.limits)
+            check_fits(len(whole.token_ids), self.limits)
+            return whole
+        if truncate == 0 or not -1 <= truncate <= limit:
             raise RequestError(
-                f"truncate_prompt_tokens must be between -1 and max_model_len={limit}, got {truncate}",
+                f"truncate_prompt_tokens must be between 1 and max_model_len={limit}, or -1 for that,"
+                f" got {truncate}",
                 "truncate_prompt_tokens",
             )
         whole = read_prompt(prompt, self.tokenizer, add_special_tokens)
+        check_prompt(whole.token_ids, self.limits)
         plain = None
         if add_special_tokens and self.tokenizer is not None and whole.text is not None:
             plain = self.tokenizer.encode(whole.text, add_special_tokens=False)
@@ -347,11 +355,6 @@ class Frontend:
     def abort(self, request_id: str) -> list[int]:
         """Forget a request; return the numbers that a core must drop: none when it is unknown or finished."""
         return self._outputs.abort(request_id)
-
-    def _max_model_len(self) -> int:
-        if self.limits is None:
-            raise RequestError(_LOADING)
-        return self.limits.max_model_len
 
     def _load_grammars(self) -> Grammars:
         if self.limits is None or self.tokenizer is None:

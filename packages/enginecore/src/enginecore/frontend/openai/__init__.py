@@ -25,6 +25,7 @@ from enginecore.frontend.openai.bodies import (
 )
 from enginecore.frontend.openai.conversion import (
     beam_params,
+    blame,
     blaming,
     chat_params,
     check_choices,
@@ -84,6 +85,7 @@ __all__ = [
     "TextOffsets",
     "Vocabulary",
     "beam_params",
+    "blame",
     "blaming",
     "chat_answer",
     "chat_logprobs",

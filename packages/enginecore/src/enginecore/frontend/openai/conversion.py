@@ -153,20 +153,28 @@ def blaming(body: Body) -> Generator[None]:
     try:
         yield
     except RequestError as error:
-        guide = None
-        if error.param == "structured_outputs":
-            guide = "tools" if _forces_call(body) else guide_field(body)
-        named = guide or _BODY_NAMES.get(error.param or "")
-        if named is not None and error.param is not None:
-            raise RequestError(str(error).replace(error.param, named, 1), named, error.code) from error
-        if not isinstance(body, ChatBody):
+        blamed = blame(body, error)
+        if blamed is error:
             raise
-        if error.param == "prompt":
-            raise RequestError(str(error), "messages", error.code) from error
-        if error.param == "max_tokens" and body.max_completion_tokens is not None:
-            named = "max_completion_tokens"
-            raise RequestError(str(error).replace("max_tokens", named), named, error.code) from error
-        raise
+        raise blamed from error
+
+
+def blame(body: Body, error: RequestError) -> RequestError:
+    """Return `error` with the field that `body` has in place of the one it names."""
+    guide = None
+    if error.param == "structured_outputs":
+        guide = "tools" if _forces_call(body) else guide_field(body)
+    named = guide or _BODY_NAMES.get(error.param or "")
+    if named is not None and error.param is not None:
+        return RequestError(str(error).replace(error.param, named, 1), named, error.code)
+    if not isinstance(body, ChatBody):
+        return error
+    if error.param == "prompt":
+        return RequestError(str(error), "messages", error.code)
+    if error.param == "max_tokens" and body.max_completion_tokens is not None:
+        named = "max_completion_tokens"
+        return RequestError(str(error).replace("max_tokens", named), named, error.code)
+    return error
 
 
 def _forces_call(body: Body) -> bool:

@@ -169,13 +169,13 @@ def check_inputs(count: int, param: str) -> None:
 
 @contextmanager
 def naming(param: str) -> Generator[None]:
-    """Let a RequestError that blames the prompt name the field that a body has in its place."""
+    """Let a RequestError that blames the prompt name the field `param` that a body has in its place."""
     try:
         yield
     except RequestError as error:
         if error.param != "prompt":
             raise
-        raise RequestError(str(error), param, error.code) from error
+        raise RequestError(str(error).replace("the prompt", param, 1), param, error.code) from error
 
 
 def embedding_entry(index: int, vector: NDArray[np.float32], encoding: str | None) -> dict[str, Any]:

@@ -156,8 +156,8 @@ def _check_shared(fields: Mapping[str, Any], body: Body, max_logprobs: int) -> N
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not available with stream: true", "prompt_logprobs")
     _check_logprobs("prompt_logprobs", body.prompt_logprobs, max_logprobs)
-    if body.samples > MAX_N:
-        raise RequestError(f"n must be at most {MAX_N}, got {body.n}", "n")
+    if not 1 <= body.samples <= MAX_N:
+        raise RequestError(f"n must be between 1 and {MAX_N}, got {body.n}", "n")
     if body.cache_salt == "":
         raise RequestError("cache_salt must not be empty", "cache_salt")
     _refuse(fields, _REFUSED)
