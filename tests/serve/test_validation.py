@@ -63,6 +63,41 @@ async def test_bodies_that_are_no_request(client, route, content):
     error_of(await client.post(route, content=content, headers=JSON))
 
 
+HALVES = [
+    (rb'{"prompt": "\ud800"}', "prompt", r"\ud800", 12),
+    (rb'{"prompt": "hi", "stop": ["ok", "a\uDFFFb"]}', "stop", r"\uDFFF", 34),
+    (rb'{"prompt": "\ud83d\ude00 \ude00\ud83d"}', "prompt", r"\ude00", 25),
+    (rb'{"prompt": "\\ud800 \\\ud800"}', "prompt", r"\ud800", 22),
+    (rb'{"messages": [{"role": "user", "content": "\ud83d\u0041"}]}', "messages", r"\ud83d", 43),
+    (rb'{"prompt": "hi", "\udc00": 1}', None, r"\udc00", 18),
+]
+
+
+@pytest.mark.parametrize(("content", "param", "half", "byte"), HALVES, ids=str)
+async def test_half_of_a_surrogate_pair_is_named(client, content, param, half, byte):
+    for route in (*ROUTES, "/v1/responses", "/tokenize"):
+        error = error_of(await client.post(route, content=content, headers=JSON))
+        assert error["param"] == param
+        where = f"{param or 'the body'}: {half} at byte {byte} is half of a surrogate pair"
+        assert error["message"].startswith(where)
+
+
+@pytest.mark.parametrize(
+    "content", [rb'{"prompt": "\ud83d\ude00"}', rb'{"prompt": "\\ud800"}', rb'{"prompt": "\uFFFD"}'], ids=str
+)
+async def test_whole_characters_are_taken(client, content):
+    assert (await client.post(ROUTES[0], content=content, headers=JSON)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": "\\ud800"', b'{"a": "\\ud800', b'{"a": \\ud800}', b'["\\ud800"]']
+)
+async def test_what_is_wrong_otherwise_too_is_no_matter_of_surrogates(client, content):
+    error = error_of(await client.post(ROUTES[0], content=content, headers=JSON))
+    assert "surrogate pair at" not in error["message"]
+    assert "half of" not in error["message"]
+
+
 @pytest.mark.parametrize("route", ROUTES)
 async def test_content_type(client, route):
     content = b'{"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}'

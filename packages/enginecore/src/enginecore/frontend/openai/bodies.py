@@ -15,6 +15,12 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Every integer of a body fits the messages that carry it on."""
 
 
+_SURROGATES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
+"""Escapes of JSON strings; the group is half of a surrogate pair that stands alone."""
+
+
 class StreamOptions(msgspec.Struct):
     """Options of a stream: what it holds beside its deltas."""
 
@@ -160,6 +166,7 @@ def decode(raw: bytes) -> dict[str, Any]:
         reason = str(error).partition(" - at ")[0]
         raise RequestError(f"{field}: {reason}", field) from error
     except msgspec.DecodeError as error:
+        _refuse_surrogates(raw)
         raise RequestError(f"the body is not valid JSON: {error}") from error
 
 
@@ -190,6 +197,33 @@ def _undecodable(raw: bytes) -> str | None:
         except msgspec.ValidationError:
             return name
     return None
+
+
+def _refuse_surrogates(raw: bytes) -> None:
+    """Raise RequestError if half of a surrogate pair is all that keeps `raw` from being decoded.
+
+    RFC 8259 (section 8.2) leaves open what such an escape means, and RFC 7493 forbids it. It comes from
+    clients that cut a text between the halves of a character. Another character in its place would change
+    the text unseen, so they are told.
+    """
+    found = next((match for match in _SURROGATES.finditer(raw) if match[1]), None)
+    if found is None:
+        return
+    try:
+        whole = [msgspec.json.decode(_repaired(raw, other), type=dict[str, Any]) for other in (b"d", b"c")]
+    except (msgspec.DecodeError, RecursionError):
+        return
+    field = next((name for name, value in whole[0].items() if whole[1].get(name, value) != value), None)
+    raise RequestError(
+        f"{field or 'the body'}: {found[1].decode()} at byte {found.start()} is half of a surrogate pair, "
+        "which is no character",
+        field,
+    )
+
+
+def _repaired(raw: bytes, last: bytes) -> bytes:
+    """Return `raw` with U+FFF and the digit `last` in the place of each half of a surrogate pair."""
+    return _SURROGATES.sub(lambda match: b"\\ufff" + last if match[1] else match[0], raw)
 
 
 def _quoted_name(message: str) -> str:
