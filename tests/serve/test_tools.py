@@ -133,6 +133,28 @@ async def test_required_calls(client, engine, parser):
     assert streamed[-1]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("most", range(1, len(REQUIRED)))
+async def test_required_calls_that_are_cut(client, engine, most):
+    """Whatever there is of them is a call, or nothing."""
+    engine.script = lambda prompt, params: say(REQUIRED)
+    body = {"tools": [F, tool("g")], "tool_choice": "required", "max_tokens": most}
+    choice = await choice_of(client, **body)
+    message = choice["message"]
+    first, second = REQUIRED.index('"f"') + 3, REQUIRED.index('"g"') + 3
+    assert len(message.get("tool_calls", [])) == (most >= first) + (most >= second)
+    assert (message["content"], choice["finish_reason"]) == (None if most >= first else "", "length")
+    streamed = await stream(client, **body)
+    assert "".join(each["delta"].get("content", "") for each in streamed) == ""
+    pieces = [piece for each in streamed for piece in each["delta"].get("tool_calls", [])]
+    told = ["", ""]
+    for piece in pieces:
+        told[piece["index"]] += piece["function"]["arguments"]
+    assert told[: len(message.get("tool_calls", []))] == [
+        call["function"]["arguments"] for call in message.get("tool_calls", [])
+    ]
+    assert streamed[-1]["finish_reason"] == "length"
+
+
 async def test_a_named_call(client, hermes):
     """Its finish reason is "stop", as in OpenAI's API."""
     hermes.script = lambda prompt, params: say('\n{"a": {"b": "}"}}\n')

@@ -152,3 +152,27 @@ def test_an_answer_in_one_piece_is_told_in_one_piece():
     parser = TOOL_PARSERS["hermes"]()
     assert [*parser.push("some words"), *parser.finish()] == [*TOOL_PARSERS["pythonic"]().push("some words")]
     assert read(parser, []) == Answer()
+
+
+@fewer
+@given(calls=CALLS.filter(bool), end=st.integers(0, 400), places=PLACES)
+def test_required_calls_that_are_cut_anywhere_leave_no_fragments(calls, end, places):
+    """A call is there once its name is; what there is of one before that is nothing."""
+    written = [json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls]
+    text = f"[{', '.join(written)}]"[:end]
+    found = read(forced_parser(None, TOOL_PARSERS["hermes"])(), cut(text, places))
+    assert found.content == ""
+    begun, place = [], 1
+    for call, (name, arguments) in zip(written, calls, strict=True):
+        told = call.partition(f'"{name}"')
+        at = place + len(told[0]) + len(told[1])
+        if len(text) >= at:
+            begun.append(name)
+            whole = len(text) >= place + len(call)
+            assert found.calls[len(begun) - 1].complete == whole
+            if whole:
+                assert json.loads(found.calls[len(begun) - 1].arguments) == arguments
+            else:
+                assert json.dumps(arguments).startswith(found.calls[len(begun) - 1].arguments)
+        place += len(call) + 2
+    assert [call.name for call in found.calls] == begun
