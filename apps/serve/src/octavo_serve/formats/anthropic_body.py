@@ -10,6 +10,7 @@ import msgspec
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai import Integer
+from octavo_serve.formats.values import EFFORTS, one_of
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _PASSED_OVER = ("thinking", "redacted_thinking")
@@ -42,6 +43,8 @@ class CountBody(msgspec.Struct):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 def chat_fields(body: MessagesBody | CountBody) -> dict[str, Any]:
@@ -55,6 +58,10 @@ def chat_fields(body: MessagesBody | CountBody) -> dict[str, Any]:
         fields["tools"] = [_tool(tool, place) for place, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         fields |= _tool_choice(body.tool_choice)
+    if body.thinking is not None:
+        fields |= _thinking(body.thinking)
+    if body.output_config is not None:
+        fields |= _output(body.output_config, fields.get("chat_template_kwargs", {}))
     if isinstance(body, MessagesBody):
         if body.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {body.max_tokens}", "max_tokens")
@@ -66,31 +73,47 @@ def chat_fields(body: MessagesBody | CountBody) -> dict[str, Any]:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
-        fields |= _thinking(body.thinking) | _output(body.output_config)
     if fields["messages"][-1]["role"] == "assistant":
         # The answer goes on where the model's last turn ends.
         fields["continue_final_message"] = True
     return fields
 
 
-def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what templates know about thinking: whether the model does, and no budget."""
-    if thinking is None:
-        return {}
-    kind = thinking.get("type")
-    if not isinstance(kind, str):
-        raise RequestError(f"thinking.type must be a text such as disabled, got {kind!r:.80}", "thinking")
-    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
+def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what templates know about thinking: whether the model does.
+
+    A budget is taken, as clients must send one, and no model is held to it: `max_tokens` counts thinking too.
+    """
+    kinds = ("enabled", "disabled", "adaptive")
+    kind = one_of(thinking, "type", "thinking", kinds, ("between_tools",))
+    if kind is None:
+        raise RequestError(f"thinking.type must be one of {', '.join(kinds)}, got None", "thinking.type")
+    budget = thinking.get("budget_tokens")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise RequestError(
+            f"thinking.budget_tokens must be an integer of at least 1, got {budget!r:.80}",
+            "thinking.budget_tokens",
+        )
+    display = one_of(thinking, "display", "thinking", ("summarized", "omitted"))
+    return {
+        "chat_template_kwargs": {"enable_thinking": kind != "disabled"},
+        "include_reasoning": display != "omitted",
+    }
 
 
-def _output(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    shape = (config or {}).get("format")
+def _output(config: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how much to think, added to the template's `variables`, and the form of the answer."""
+    effort = one_of(config, "effort", "output_config", EFFORTS)
+    fields: dict[str, Any] = {}
+    if effort is not None:
+        fields["chat_template_kwargs"] = {**variables, "reasoning_effort": effort}
+    shape = config.get("format")
     if shape is None:
-        return {}
+        return fields
     if not isinstance(shape, dict) or shape.get("type") != "json_schema":
         raise RequestError("output_config.format.type must be json_schema", "output_config")
     inner = {"name": "output", "schema": shape.get("schema")}
-    return {"response_format": {"type": "json_schema", "json_schema": inner}}
+    return {**fields, "response_format": {"type": "json_schema", "json_schema": inner}}
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -232,7 +232,7 @@ def _shell(asked: Asked) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "store": body.store is not False,
         "temperature": body.temperature,
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},

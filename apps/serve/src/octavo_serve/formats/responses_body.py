@@ -3,17 +3,31 @@
 Reference: https://platform.openai.com/docs/api-reference/responses/create
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai import Integer
+from octavo_serve.formats.values import EFFORTS, one_of
 
 Item = dict[str, Any]
 """Of a conversation: a message, a function call, its output, or reasoning."""
 
+_INCLUDABLE = (
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""Parts of a response that are optional. Reasoning is shown as it is, so that no client needs its encrypted
+form; of images and tools other than functions there is nothing to include."""
+_SUMMARIES = ("auto", "concise", "detailed")
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -36,6 +50,7 @@ class ResponsesBody(msgspec.Struct):
     store: bool | None = None
     background: bool | None = None
     text: dict[str, Any] | None = None
+    include: list[str] | None = None
     truncation: str | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -48,6 +63,10 @@ def check(body: ResponsesBody) -> None:
     """Raise RequestError for what is not here, and for values that are none."""
     if body.background:
         raise RequestError("background is not supported: the request waits for its response", "background")
+    unknown = next((name for name in body.include or () if name not in _INCLUDABLE), None)
+    if unknown is not None:
+        raise RequestError(f"include: there is no {unknown!r:.80}, only {', '.join(_INCLUDABLE)}", "include")
+    _check_text(body.text or {})
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
             raise RequestError(f"{name} is not supported: nothing of the kind is kept here", name)
@@ -57,6 +76,14 @@ def check(body: ResponsesBody) -> None:
         raise RequestError(
             f"max_output_tokens must be at least 1, got {body.max_output_tokens}", "max_output_tokens"
         )
+
+
+def _check_text(text: Mapping[str, Any]) -> None:
+    unknown = next((name for name in text if name not in ("format", "verbosity")), None)
+    if unknown is not None:
+        raise RequestError(f"text has no field {unknown!r:.80}, only format and verbosity", "text")
+    # Verbosity is what a model was trained to: to no other would it say anything.
+    one_of(text, "verbosity", "text", ("medium",), ("low", "high"))
 
 
 def input_items(body: ResponsesBody) -> list[Item]:
@@ -92,8 +119,9 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, Any]:
         "stream": body.stream,
         "parallel_tool_calls": body.parallel_tool_calls,
     }
-    if body.top_logprobs:
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    fields |= _reasoning(body.reasoning or {})
     if body.tools:
         fields["tools"] = [_tool(tool, place) for place, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -102,6 +130,22 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, Any]:
     if shape is not None:
         fields["response_format"] = _response_format(shape)
     return fields
+
+
+def _reasoning(reasoning: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what templates know about thinking: whether the model does, and how much.
+
+    A summary may be asked for: reasoning is shown as it is. Of earlier turns models are shown none.
+    """
+    for name in ("summary", "generate_summary"):
+        one_of(reasoning, name, "reasoning", _SUMMARIES)
+    one_of(reasoning, "context", "reasoning", ("auto", "current_turn"), ("all_turns",))
+    one_of(reasoning, "mode", "reasoning", ("standard",), ("pro",))
+    effort = one_of(reasoning, "effort", "reasoning", ("none", "minimal", *EFFORTS))
+    if effort is None:
+        return {}
+    variables = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return {"chat_template_kwargs": variables}
 
 
 def _add_item(messages: list[Item], item: Item, where: str) -> None:
