@@ -155,6 +155,96 @@ async def test_required_calls_that_are_cut(client, engine, most):
     assert streamed[-1]["finish_reason"] == "length"
 
 
+def allowed(mode: Any, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+G, H = tool("g"), tool("h")
+
+
+@pytest.mark.parametrize("names", [["f"], ["g", "f"], ["h", "f", "g"]], ids=str)
+async def test_allowed_tools_with_auto(client, hermes, names):
+    """It is a request with those tools alone, which is all that the model then sees of them."""
+    choice = await choice_of(client, tools=[F, G, H], tool_choice=allowed("auto", *names))
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    await chat(client, tools=[each for each in (F, G, H) if each["function"]["name"] in names])
+    narrowed, plain = hermes.requests
+    assert narrowed.prompt.text == plain.prompt.text
+    assert narrowed.grammar is None
+
+
+async def test_allowed_tools_with_required(client, hermes):
+    hermes.script = lambda prompt, params: say(REQUIRED)
+    choice = await choice_of(client, tools=[F, G, H], tool_choice=allowed("required", "g", "f"))
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f", "g"]
+    await chat(client, tools=[F, G], tool_choice="required")
+    narrowed, plain = hermes.requests
+    assert narrowed.grammar == plain.grammar
+    assert '"h"' not in narrowed.grammar
+    assert narrowed.prompt.text == plain.prompt.text
+
+
+async def test_allowed_tools_of_responses(client, hermes):
+    hermes.script = lambda prompt, params: say(REQUIRED)
+    tools = [{"type": "function", "name": name} for name in "fgh"]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [tools[0], tools[1]]}
+    body = {"input": "hi", "tools": tools, "tool_choice": choice}
+    response = (await client.post("/v1/responses", json=body)).json()
+    assert [item["name"] for item in response["output"]] == ["f", "g"]
+    assert (response["tool_choice"], response["tools"]) == (choice, tools)
+    for wrong, said in (
+        ({**choice, "mode": "any"}, 'tool_choice.mode must be "auto" or "required", got \'any\''),
+        ({**choice, "tools": []}, "tool_choice.tools must be a list of tools, at least one, got []"),
+        ({**choice, "tools": "f"}, "tool_choice.tools must be a list of tools, at least one, got 'f'"),
+        ({**choice, "tools": [{"type": "mcp"}]}, "tool_choice.tools[0].type must be function, got 'mcp'"),
+        ({**choice, "tools": [tools[0], {"type": "function"}]}, "tool_choice.tools[1].name must be a text"),
+        (
+            {**choice, "tools": [{"type": "function", "name": "x"}]},
+            "tool_choice names 'x', and the tools are f, ",
+        ),
+    ):
+        error = error_of(await client.post("/v1/responses", json={**body, "tool_choice": wrong}))
+        assert error["param"] == "tool_choice"
+        assert error["message"].startswith(said)
+
+
+WRONG_ALLOWED = [
+    (allowed("any", "f"), 'tool_choice.allowed_tools.mode must be "auto" or "required", got \'any\''),
+    (allowed(["auto"], "f"), "tool_choice.allowed_tools.mode must be"),
+    (allowed("auto"), "tool_choice.allowed_tools.tools must be a list of tools, at least one, got []"),
+    (allowed("auto", "f", "x"), "tool_choice names 'x', and the tools are f, g"),
+    (allowed("auto", 5), "tool_choice.allowed_tools.tools[0].function.name must be a text, got 5"),
+    ({"type": "allowed_tools"}, "tool_choice.allowed_tools must be an object, got None"),
+    (
+        {"type": "allowed_tools", "allowed_tools": ["f"]},
+        "tool_choice.allowed_tools must be an object, got ['f']",
+    ),
+    (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "custom"}]}},
+        "tool_choice.allowed_tools.tools[0].type must be function, got 'custom'",
+    ),
+    (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
+        "tool_choice.allowed_tools.tools[0] must be a tool, got 'f'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("choice", "said"), WRONG_ALLOWED, ids=str)
+async def test_allowed_tools_that_are_none(client, hermes, choice, said):
+    error = error_of(await chat(client, tools=[F, G], tool_choice=choice))
+    assert error["param"] == "tool_choice"
+    assert error["message"].startswith(said)
+    assert "there are no tools" in error_of(await chat(client, tool_choice=allowed("auto", "f")))["message"]
+
+
+async def test_allowed_tools_need_a_parser_where_the_model_may_choose(client, engine):
+    error = error_of(await chat(client, tools=[F], tool_choice=allowed("auto", "f")))
+    assert error["param"] == "tool_choice"
+    assert "tool_call_parser" in error["message"]
+
+
 async def test_a_named_call(client, hermes):
     """Its finish reason is "stop", as in OpenAI's API."""
     hermes.script = lambda prompt, params: say('\n{"a": {"b": "}"}}\n')

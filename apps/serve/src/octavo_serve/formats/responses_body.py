@@ -206,9 +206,21 @@ def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
 def _tool_choice(choice: str | dict[str, Any]) -> Any:
     if isinstance(choice, str):
         return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [
+                {"type": tool.get("type"), "function": {"name": tool.get("name")}}
+                if isinstance(tool, dict)
+                else tool
+                for tool in tools
+            ]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     if choice.get("type") != "function":
         kind = choice.get("type")
-        raise RequestError(f"tool_choice.type must be function, got {kind!r:.80}", "tool_choice")
+        raise RequestError(
+            f"tool_choice.type must be function or allowed_tools, got {kind!r:.80}", "tool_choice"
+        )
     name = choice.get("name")
     if not isinstance(name, str):
         raise RequestError(f"tool_choice.name must be a text, got {name!r:.80}", "tool_choice")

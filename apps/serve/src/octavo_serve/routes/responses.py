@@ -24,7 +24,7 @@ _NAMES = Names(
         "max_tokens": "max_output_tokens",
         "response_format": "text.format",
     },
-    {"json_schema.": "", ".function.": "."},
+    {"json_schema.": "", ".function.": ".", "tool_choice.allowed_tools.": "tool_choice."},
 )
 
 

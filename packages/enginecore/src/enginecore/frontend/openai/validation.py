@@ -5,7 +5,7 @@ from typing import Any
 
 from enginecore.errors import RequestError
 from enginecore.frontend.openai.bodies import Body, ChatBody, CompletionBody, convert
-from enginecore.frontend.openai.tools import check_tools
+from enginecore.frontend.openai.tools import with_chosen_tools
 from enginecore.frontend.text.tool_messages import check_calls
 
 MAX_N = 128
@@ -138,8 +138,7 @@ def read_chat(fields: Mapping[str, Any], max_logprobs: int) -> ChatBody:
             raise RequestError(f"{name} needs logprobs: true", name)
     _check_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
     check_messages(body.messages)
-    check_tools(body)
-    return body
+    return with_chosen_tools(body)
 
 
 def _check_logprobs(name: str, value: int | None, limit: int) -> None:
