@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
@@ -116,6 +117,24 @@ async def test_methods_and_paths(client):
     assert (
         error_of(await client.post("/v1/nothing", json={}), 404)["message"] == "there is no route /v1/nothing"
     )
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+async def test_405_lists_every_method_of_the_path(engine, root_path):
+    """RFC 9110, section 15.5.6."""
+    app = create_app(cast(Any, engine), ServeConfig(admin_routes=True, root_path=root_path))
+    methods: dict[str, set[str]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            methods.setdefault(route.path, set()).update(route.methods)
+    assert methods["/v1/responses/{response_id}"] == {"GET", "DELETE"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        for path, known in methods.items():
+            concrete = path.replace("{response_id}", "resp-1").replace("{name:path}", "tiny")
+            for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - known:
+                response = await client.request(method, root_path + concrete)
+                assert response.status_code == 405, (method, path)
+                assert response.headers["allow"] == ", ".join(sorted(known)), (method, path)
 
 
 async def test_a_duplicate_key_is_no_fault_of_the_server(client):

@@ -8,6 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from enginecore.errors import EngineDeadError, RequestAbortedError, RequestError
 from enginecore.frontend.openai import ModelNotFound, error_answer
@@ -96,7 +97,19 @@ def as_api_error(error: Exception) -> ApiError:
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in _ROUTING:
         error.detail = _ROUTING[error.status_code].format(request.method, request.url.path[:_LONGEST_PATH])
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        error.headers = {"Allow": ", ".join(_methods(request))}
     return as_api_error(error).response(route_path(request.scope))
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods of the path of a request, of which each has a route of its own."""
+    found = set()
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE and isinstance(route, Route):
+            found |= route.methods or set()
+    return sorted(found)
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
