@@ -223,6 +223,53 @@ def test_what_does_not_compile_is_refused_in_one_line(read, fields, message):
     assert len(str(caught.value)) < 600
 
 
+ENDING = [
+    ('start: <eos> "a"', "<eos>"),
+    ('start: "a" <eos> "b"', "<eos>"),
+    ('start: "a" x?\nx: "b" <eos>', "<eos>"),
+    ('start: <[257]> "a"', "<[257]>"),
+    ('start: <[65,256-257]> "a"', "<[65,256-257]>"),
+    ('start: <[*]> "a"', "<[*]>"),
+    ('start: <[^65]> "a"', "<[^65]>"),
+    ('start: <bos> <eot> "a"', "<eot>"),
+    (f"start: {' | '.join(f'<[{token}]>' for token in range(200))} | <[258]>", "<[258]>"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "named"), ENDING, ids=lambda value: value[:40])
+def test_a_token_that_ends_the_output_is_no_part_of_a_grammar(byte_tokenizer, grammar, named):
+    """It would end there, and what the grammar asks for after it never come."""
+    grammars = Grammars(byte_tokenizer, 320, [EOS, byte_tokenizer.token_id("<eot>")])
+    reader = GuideReader(byte_tokenizer, lambda: grammars)
+    with pytest.raises(RequestError, match="structured_outputs: grammar: it names ") as caught:
+        reader.read(StructuredOutputsParams(grammar=grammar))
+    assert f"it names {named}, a token that ends the output" in str(caught.value)
+
+
+def test_a_trigger_that_ends_the_output_is_refused(read):
+    tag = {"structures": [{"begin": "<eos>", "schema": {}, "end": ""}], "triggers": ["<eos>"]}
+    with pytest.raises(RequestError, match=r"structural_tag: it names <\[257\]>, a token that ends"):
+        read(structural_tag=tag)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "<eos>" "a"',
+        'start: "\\"<eos>" "a"',
+        "start: /<eos>|a/",
+        "start: /\\/<eos>/",
+        'start: "a" // <eos>',
+        'start: %json {"const": "<eos>"}',
+        'root ::= "<eos>"',
+        'start: <eot> "a"',
+        'start: <[^257]> "a"',
+    ],
+)
+def test_other_tokens_and_texts_may_be_named(read, grammar):
+    read(grammar=grammar)
+
+
 def test_a_schema_that_refers_to_itself_is_no_endless_loop(read):
     with pytest.raises(RequestError, match="structured_outputs: json: "):
         read(json={"allOf": [{"$ref": "#"}], "type": "object"})

@@ -50,6 +50,7 @@ class Grammars:
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_ids)
         self.eos_id = vocabulary.eos_token_id
         """The id whose bit in a mask says that the grammar may end."""
+        self._eos_ids = [token for token in eos_ids if token < vocab_size]
         self.vocab_size = vocab_size
         self._tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -76,6 +77,22 @@ class Grammars:
     def check(self, grammar: str) -> None:
         """Compile a grammar and keep nothing of it. Raises as `matcher` does."""
         self._compile(grammar)
+
+    def find_end(self, tokens: Sequence[str]) -> str | None:
+        """Return one of `tokens` that may end an output; None if none may.
+
+        They are expressions of Lark such as `<|im_end|>` or `<[5-7]>`, of a grammar that compiles.
+        """
+        if not tokens or not self._may_end(tokens):
+            return None
+        while len(tokens) > 1:
+            half = tokens[: len(tokens) // 2]
+            tokens = half if self._may_end(half) else tokens[len(half) :]
+        return tokens[0]
+
+    def _may_end(self, tokens: Sequence[str]) -> bool:
+        mask = self._compile(f"start: {' | '.join(tokens)}").compute_bitmask()
+        return any(mask[token // 8] >> token % 8 & 1 for token in self._eos_ids)
 
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher

@@ -1,6 +1,7 @@
 """Structured outputs as grammars in llguidance's form, checked before a core sees them."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -14,6 +15,12 @@ from enginecore.grammars import GrammarError, Grammars, one_line
 from enginecore.structured_outputs import StructuredOutputsParams
 
 FIELD = "structured_outputs"
+
+_LARK = ("grammar", "structural_tag")
+"""Kinds whose grammars may name tokens."""
+
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s"]+>)', re.DOTALL)
+"""Strings, comments and regular expressions of Lark; the group is a token."""
 
 _MOST_READ = 128
 """Grammars that are known to compile."""
@@ -46,7 +53,14 @@ class GuideReader:
                 return self._read[key]
         try:
             grammar = _CONVERSIONS[wanted.kind](wanted, self._tokenizer)
-            self._loaded().check(grammar)
+            grammars = self._loaded()
+            grammars.check(grammar)
+            end = grammars.find_end(_named_tokens(grammar)) if wanted.kind in _LARK else None
+            if end is not None:
+                raise GrammarError(
+                    f"it names {end}, a token that ends the output: leave it out, the output ends where the "
+                    "grammar does"
+                )
         except GrammarError as error:
             raise RequestError(f"{FIELD}: {wanted.kind}: {error}", FIELD) from error
         with self._lock:
@@ -60,6 +74,11 @@ class GuideReader:
             if self._grammars is None:
                 self._grammars = self._load()
             return self._grammars
+
+
+def _named_tokens(grammar: str) -> list[str]:
+    """Return the different tokens that a grammar in Lark's form names outside of texts and comments."""
+    return list(dict.fromkeys(match[1] for match in _LARK_PARTS.finditer(grammar) if match[1]))
 
 
 def _json_schema(wanted: StructuredOutputsParams, _: Tokenizer) -> str:
