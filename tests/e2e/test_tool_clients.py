@@ -39,6 +39,9 @@ TEXTS = {
     "unknown tool": '[{"name": "xxx", "parameters": {"q": "a"}}]',
     "named": '{"q": "a"}',
     "thought": '<think>\nHm.\n</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+    "thought required": '<think>[{"</think>\n\n[{"name": "now", "parameters": {}}]',
+    "thought named": '<think>Hm.</think>{"q": "a"}',
+    "thought choice": "<think>blue</think>red",
 }
 
 
@@ -174,6 +177,54 @@ def test_forced_calls(served):
         .message.tool_calls
     )
     assert call.function.name in ("lookup", "now")
+
+
+NAMED = {"type": "function", "function": {"name": "lookup"}}
+LOOKUP_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": LOOKUP["function"]["parameters"]},
+}
+AFTER_REASONING = [
+    ("thought required", {"tool_choice": "required"}, '[{"', None, [("now", {})], "tool_calls"),
+    ("thought named", {"tool_choice": NAMED}, "Hm.", None, [("lookup", {"q": "a"})], "stop"),
+    ("thought named", {"response_format": LOOKUP_SCHEMA}, "Hm.", '{"q": "a"}', [], "stop"),
+    ("thought choice", {"extra_body": {"guided_choice": ["red", "blue"]}}, "blue", "red", [], "stop"),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "thought", "content", "calls", "reason"), AFTER_REASONING)
+def test_what_is_forced_comes_after_reasoning(served, name, more, thought, content, calls, reason):
+    create = served.server.client.chat.completions.create
+    whole = create(**served.ask(name, **more)).choices[0]
+    assert whole.message.reasoning_content == thought
+    assert whole.message.content == content
+    found = [
+        (call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or []
+    ]
+    assert (found, whole.finish_reason) == (calls, reason)
+    chunks = list(create(**served.ask(name, **more), stream=True))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == thought
+    said, streamed, ended = joined(chunks)
+    assert (said, ended) == (content or "", reason)
+    assert [(call["name"], json.loads(call["arguments"])) for call in streamed] == calls
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"tool_choice": NAMED}])
+def test_a_forced_call_that_is_cut_in_its_reasoning_is_none(served, more):
+    most = served.scripts["thought named"].tokens.index(ord("m"))
+    cut = served.server.client.chat.completions.create(**served.ask("thought named", **more), max_tokens=most)
+    message = cut.choices[0].message
+    assert message.reasoning_content == "H"
+    assert (message.content, message.tool_calls, cut.choices[0].finish_reason) == (None, None, "length")
+
+
+def test_reasoning_that_is_turned_off_leaves_the_form_alone(served):
+    asked = served.ask("thought choice", max_tokens=20)
+    off = {"guided_choice": ["red", "blue"], "chat_template_kwargs": {"enable_thinking": False}}
+    choice = served.server.client.chat.completions.create(**asked, extra_body=off).choices[0]
+    assert choice.message.reasoning_content is None
+    assert choice.message.content in ("red", "blue")
 
 
 def test_a_schema_that_does_not_compile_names_the_tools(served):

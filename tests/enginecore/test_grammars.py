@@ -10,6 +10,7 @@ import pytest
 from byte_tokenizer import EOS
 from enginecore.errors import RequestError
 from enginecore.frontend.guides import GuideReader
+from enginecore.frontend.parsing import Thinking
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.grammars import GrammarError, Grammars
@@ -221,6 +222,91 @@ def test_what_does_not_compile_is_refused_in_one_line(read, fields, message):
     assert str(caught.value).startswith(f"structured_outputs: {next(iter(fields))}: ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+KINDS = [
+    ({"json": {"type": "object", "required": ["a"], "properties": {"a": {"const": 1}}}}, '{"a":1}', "\n\n"),
+    ({"json": {"const": "x"}, "disable_any_whitespace": True}, '"x"', ""),
+    ({"json": {"const": "x"}, "whitespace_pattern": " "}, '"x"', ""),
+    ({"json_object": True}, "{}", "\n"),
+    ({"regex": "[0-9]/[0-9]"}, "4/2", ""),
+    ({"choice": ["é🌶", "b"]}, "é🌶", ""),
+    ({"grammar": 'start: "a" x\nx: "b"'}, "ab", ""),
+    ({"grammar": '%llguidance {}\nstart: "a" <bos>?'}, "a", ""),
+    ({"grammar": 'root ::= "a" [b-c]'}, "ac", ""),
+    ({"structural_tag": TAG}, "say <f=a>12</f>", ""),
+]
+
+
+@pytest.fixture
+def read_after(byte_tokenizer):
+    """As `read`, of an output that may think first."""
+    grammars = Grammars(byte_tokenizer, 320, [EOS])
+    reader = GuideReader(byte_tokenizer, lambda: grammars)
+
+    def read(thinking: Thinking, **fields):
+        return Language(grammars, reader.read(StructuredOutputsParams(**fields), thinking))
+
+    return read
+
+
+@pytest.mark.parametrize(("fields", "good", "blanks"), KINDS, ids=lambda value: str(value)[:40])
+def test_a_form_holds_after_reasoning(read_after, fields, good, blanks):
+    language = read_after(Thinking("<think>", "</think>", begun=True), **fields)
+    for text in ("Hm.</think>", "</think>", '<think>é {"a": \n</thin <eos></think>'):
+        assert language.allows(text + good), text
+        assert language.allows(text + blanks + good), text
+    assert not language.allows("Hm.")
+    assert not language.allows(good)
+    if "structural_tag" not in fields:
+        assert not language.allows("Hm.</think>" + good + "x")
+        assert not language.allows("a</think>b</think>" + good)
+        if not blanks:
+            assert not language.allows("Hm.</think>\n" + good)
+
+
+@pytest.mark.parametrize(("fields", "good", "blanks"), KINDS, ids=lambda value: str(value)[:40])
+def test_reasoning_that_has_not_begun_may_be_left_out(read_after, fields, good, blanks):
+    language = read_after(Thinking("<think>", "</think>", begun=False), **fields)
+    assert language.allows(good)
+    assert language.allows("<think>Hm.</think>" + blanks + good)
+    if "structural_tag" not in fields:
+        assert not language.allows("Hm.</think>" + good)
+        assert not language.allows(good + "<think></think>")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_reasoning_between_special_tokens(byte_tokenizer, begun):
+    grammars = Grammars(byte_tokenizer, 320, [EOS])
+    reader = GuideReader(byte_tokenizer, lambda: grammars)
+    thinking = Thinking("<bos>", "<eot>", begun)
+    language = Language(grammars, reader.read(StructuredOutputsParams(choice=["ab"]), thinking))
+    bos, eot = byte_tokenizer.token_id("<bos>"), byte_tokenizer.token_id("<eot>")
+    assert (ord("a") in language.next_tokens([])) and bos in language.next_tokens([])
+    assert (ord("x") in language.next_tokens([])) == begun
+    assert eot in language.next_tokens([bos, *b"hm"])
+    assert language.next_tokens([bos, *b"hm", eot]) == [ord("a")]
+    assert language.next_tokens([bos, *b"<eot>"[:-1]]).count(ord(">")) == 0  # the parser would end there
+    assert EOS not in language.next_tokens([bos, *b"hm"])
+    assert language.next_tokens([bos, eot, *b"ab"]) == [EOS]
+
+
+def test_forms_with_and_without_reasoning_are_not_taken_for_each_other(byte_tokenizer):
+    grammars = Grammars(byte_tokenizer, 320, [EOS])
+    reader = GuideReader(byte_tokenizer, lambda: grammars)
+    wanted = StructuredOutputsParams(choice=["ab"])
+    plain = reader.read(wanted)
+    first = reader.read(wanted, Thinking("<think>", "</think>", begun=True))
+    assert reader.read(wanted) == plain != first
+    assert reader.read(wanted, Thinking("<think>", "</think>", begun=False)) not in (plain, first)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_no_text_fits_is_refused_after_reasoning_too(read_after, begun):
+    thinking = Thinking("<think>", "</think>", begun)
+    for fields in ({"regex": r"[^\s\S]"}, {"json": {"$ref": "#"}}, {"grammar": 'start: <eos> "a"'}):
+        with pytest.raises(RequestError, match="structured_outputs: "):
+            read_after(thinking, **fields)
 
 
 ENDING = [

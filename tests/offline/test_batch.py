@@ -8,6 +8,7 @@ import pytest
 from stepping_engine import SteppingEngine
 
 from enginecore.errors import RequestError
+from enginecore.frontend.parsing import REASONING_PARSERS, Parsers, Thinking
 from octavo_offline.answer_file import OutputError
 from octavo_offline.batch import FAILURES_KEPT, Counts, run_batch
 from octavo_offline.batch_input import numbered
@@ -108,6 +109,16 @@ def test_a_request_that_the_server_would_refuse_has_its_response(engine, bad, sa
 
 
 CHAT = {"url": "/v1/chat/completions", "messages": [{"role": "user", "content": "a"}]}
+
+
+def test_forms_leave_room_for_reasoning(engine):
+    engine.frontend.parsers = Parsers(None, REASONING_PARSERS["deepseek_r1"])
+    run(engine, line(**CHAT, response_format={"type": "json_object"}), line("2", prompt="a"))
+    thinking = Thinking("<think>", "</think>", begun=True)
+    assert {request.prompt.text: request.thinking for request in engine.requests} == {
+        "user:a": thinking,
+        "a": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 from enginecore.config import EngineConfig
 from enginecore.data_parallel.views import EngineWatch
 from enginecore.errors import EngineDeadError, OctavoError, RequestError
-from enginecore.frontend.parsing import Parsers
+from enginecore.frontend.parsing import Parsers, Thinking
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.stream import OutputSink, StreamOutput
 from enginecore.messages import EngineLimits, EngineStats
@@ -73,6 +73,7 @@ class ScriptedFrontend:
         self.detokenized_in: threading.Thread | None = None
         self.tokenized_in: threading.Thread | None = None
         self.compiled_in: threading.Thread | None = None
+        self.thinking: Thinking | None = None
 
     def require_tokenizer(self) -> ByteTokenizer:
         return self.tokenizer
@@ -85,8 +86,9 @@ class ScriptedFrontend:
         self.tokenized_in = threading.current_thread()
         return [self.tokenizer.encode(word, add_special_tokens=False) for word in params.bad_words]
 
-    def grammar(self, params: SamplingParams) -> str:
+    def grammar(self, params: SamplingParams, thinking: Thinking | None = None) -> str:
         """A grammar that names what was asked for; the regex "(" does not compile."""
+        self.thinking = thinking
         self.compiled_in = threading.current_thread()
         wanted = params.structured_outputs
         assert wanted is not None

@@ -77,7 +77,7 @@ async def test_responses_name_their_own_fields(client, parsed, body, param, star
 
 
 async def test_a_schema_that_does_not_compile_is_the_text_format(client, engine):
-    def refuse(params):
+    def refuse(params, thinking):
         raise RequestError("structured_outputs: json: it allows no text", "structured_outputs")
 
     engine.frontend.grammar = refuse

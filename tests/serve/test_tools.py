@@ -11,7 +11,7 @@ from test_validation import error_of
 
 from enginecore import CompletionOutput, Prompt, RequestOutput
 from enginecore.frontend import openai
-from enginecore.frontend.parsing import REASONING_PARSERS, TOOL_PARSERS, Parsers
+from enginecore.frontend.parsing import REASONING_PARSERS, TOOL_PARSERS, Parsers, Thinking
 from octavo_serve.chunks import DONE, EVENT, ChatChunks
 
 pytestmark = pytest.mark.anyio
@@ -118,7 +118,7 @@ REQUIRED = ' [{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters":
 async def test_required_calls(client, engine, parser):
     """HC-75. No parser of the model's own format is needed: the text is constrained to a list of calls."""
     if parser:
-        engine.frontend.parsers = Parsers(TOOL_PARSERS["mistral"], REASONING_PARSERS["deepseek_r1"])
+        engine.frontend.parsers = Parsers(TOOL_PARSERS["mistral"], REASONING_PARSERS["qwen3"])
     engine.script = lambda prompt, params: say(REQUIRED)
     body = {"tools": [F, tool("g")], "tool_choice": "required"}
     choice = await choice_of(client, **body)
@@ -243,6 +243,85 @@ async def test_allowed_tools_need_a_parser_where_the_model_may_choose(client, en
     error = error_of(await chat(client, tools=[F], tool_choice=allowed("auto", "f")))
     assert error["param"] == "tool_choice"
     assert "tool_call_parser" in error["message"]
+
+
+QWEN, R1 = (
+    ("qwen3", Thinking("<think>", "</think>", False)),
+    ("deepseek_r1", Thinking("<think>", "</think>", True)),
+)
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+CONTINUED = {
+    "messages": [*MESSAGES, {"role": "assistant", "content": "a"}],
+    "continue_final_message": True,
+}
+FORMS = [
+    {"tools": [F], "tool_choice": "required"},
+    {"tools": [F, G], "tool_choice": tool("f")},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"guided_choice": ["a"]},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("parser", "more", "expected"),
+    [
+        (None, {}, None),
+        (QWEN[0], {}, QWEN[1]),
+        (QWEN[0], {"include_reasoning": False}, QWEN[1]),
+        (QWEN[0], {"chat_template_kwargs": {"enable_thinking": True}}, QWEN[1]),
+        (QWEN[0], OFF, None),
+        (QWEN[0], {"chat_template_kwargs": {"thinking": False}}, None),
+        (QWEN[0], CONTINUED, None),
+        (R1[0], {}, R1[1]),
+        (R1[0], OFF, R1[1]),
+    ],
+    ids=str,
+)
+async def test_forms_leave_room_for_reasoning(client, engine, form, parser, more, expected):
+    """R1 thinks whatever it is told; its parser takes all for reasoning until a tag closes it."""
+    engine.frontend.parsers = Parsers(None, REASONING_PARSERS[parser] if parser else None)
+    assert (await chat(client, **form, **more)).status_code == 200
+    assert engine.frontend.thinking == expected
+
+
+async def test_a_prompt_decides_about_reasoning(client, engine):
+    engine.frontend.parsers = Parsers(None, REASONING_PARSERS["qwen3"])
+    for end, expected in (("<think>", R1[1]), ("</think>", None)):
+        prepared = Prompt("…" + end, [1])
+        engine.frontend.prepare_chat = lambda messages, prepared=prepared, **options: prepared
+        await chat(client, response_format={"type": "json_object"})
+        assert engine.frontend.thinking == expected
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("form", FORMS[:2], ids=["required", "named"])
+async def test_forced_calls_after_reasoning(client, engine, parser, form):
+    engine.frontend.parsers = Parsers(TOOL_PARSERS["hermes"], REASONING_PARSERS[parser])
+    named = "f" in str(form["tool_choice"])
+    call = '{"a": 1}' if named else '[{"name": "f", "parameters": {"a": 1}}]'
+    engine.script = lambda prompt, params: say(f'<think>[{{"name": "</think>\n\n{call}')
+    choice = await choice_of(client, **form)
+    assert choice["message"]["reasoning_content"] == '[{"name": "'
+    [made] = choice["message"]["tool_calls"]
+    assert (made["function"], choice["message"]["content"]) == ({"name": "f", "arguments": '{"a": 1}'}, None)
+    assert choice["finish_reason"] == ("stop" if named else "tool_calls")
+    streamed = await stream(client, **form)
+    assert "".join(each["delta"].get("reasoning", "") for each in streamed) == '[{"name": "'
+    assert not any("content" in each["delta"] and each["delta"]["content"] for each in streamed)
+    pieces = [piece for each in streamed for piece in each["delta"].get("tool_calls", [])]
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"a": 1}'
+    hidden = await choice_of(client, **form, include_reasoning=False)
+    assert "reasoning_content" not in hidden["message"]
+    assert hidden["message"]["tool_calls"][0]["function"] == made["function"]
+    cut = await choice_of(client, **form, max_tokens=12)
+    assert "tool_calls" not in cut["message"]
+    assert (cut["message"]["content"], cut["message"]["reasoning"], cut["finish_reason"]) == (
+        None,
+        '[{"na',
+        "length",
+    )
 
 
 async def test_a_named_call(client, hermes):

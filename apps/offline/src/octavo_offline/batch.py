@@ -189,7 +189,8 @@ def _chat_job(engine: "Engine", number: int, custom_id: str, model: str, body: C
         )
     key = _Key(number, custom_id, _head("chatcmpl", model), body, parsers)
     params = openai.chat_params(body, engine.frontend.sampling_defaults)
-    return Job(key, [prompt], [params], body.priority or 0, parsers.special_tokens)
+    thinking = openai.thinking_of(body, parsers, prompt.text or "")
+    return Job(key, [prompt], [params], body.priority or 0, parsers.special_tokens, thinking)
 
 
 def _completion_job(engine: "Engine", number: int, custom_id: str, model: str, body: CompletionBody) -> Job:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginecore import Request, RequestOutput, SamplingParams
 from enginecore.errors import RequestError
+from enginecore.frontend.openai import Thinking
 from octavo_offline.progress import Watcher
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Job(NamedTuple):
     priority: int = 0
     shown_tokens: Sequence[str] = ()
     """Special tokens that the answers' text must show."""
+    thinking: Thinking | None = None
+    """Reasoning after which the answers have the form that the parameters ask for."""
 
 
 class Result(NamedTuple):
@@ -83,7 +86,11 @@ class _Run:
         running = _Running(job, [f"{next(self._numbers)}" for _ in job.prompts], {})
         try:
             for request_id, prompt, params in zip(running.ids, job.prompts, job.params, strict=True):
-                self._engine.add(Request(request_id, prompt, params, job.priority, None, job.shown_tokens))
+                shown, thinking = job.shown_tokens, job.thinking
+                request = Request(
+                    request_id, prompt, params, job.priority, shown_tokens=shown, thinking=thinking
+                )
+                self._engine.add(request)
                 self._running[request_id] = running
         except RequestError as error:
             return [self._give_up(running, error)]

@@ -81,6 +81,8 @@ class Job(NamedTuple):
     client: Client
     shown_tokens: Sequence[str] = ()
     """Special tokens that the text shows."""
+    thinking: openai.Thinking | None = None
+    """Reasoning after which the answer has the form that `params` ask for."""
     names: Names = CHAT_NAMES
     """What `body` is called in the API that it was asked by."""
 
@@ -143,7 +145,7 @@ class Job(NamedTuple):
         assert params is not None, "a beam search makes requests of its own"
         bad_words, grammar = await _bad_words(server, params), None
         if params.structured_outputs is not None:
-            grammar = await asyncio.to_thread(server.frontend.grammar, params)
+            grammar = await asyncio.to_thread(server.frontend.grammar, params, self.thinking)
         # Numbered, since two clients may choose the same id.
         return [
             Request(
@@ -188,6 +190,7 @@ class Chat(NamedTuple):
             lambda outputs: answer(outputs[0]),
             self.client,
             self.parsers.special_tokens,
+            openai.thinking_of(self.body, self.parsers, self.prompt.text or ""),
             names,
         )
 

@@ -19,7 +19,7 @@ from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.guides import FIELD as GUIDE_FIELD
 from enginecore.frontend.guides import GuideReader
 from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
-from enginecore.frontend.parsing import load_parsers
+from enginecore.frontend.parsing import Thinking, load_parsers
 from enginecore.frontend.pooling import Pooler, PoolingPlan
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
@@ -249,8 +249,10 @@ class Frontend:
             return []
         return [ids for word in params.bad_words for ids in bad_word_ids(word, self.tokenizer)]
 
-    def grammar(self, params: SamplingParams) -> str | None:
+    def grammar(self, params: SamplingParams, thinking: Thinking | None = None) -> str | None:
         """Return the grammar of `params.structured_outputs`, compiled once to see that it compiles.
+
+        With `thinking` such reasoning may come first.
 
         The first one takes up to a second, a large one some tenths. Other threads run meanwhile.
 
@@ -262,7 +264,7 @@ class Frontend:
             return None
         if self._guides is None:
             raise RequestError("structured_outputs needs text, and this model has no tokenizer", GUIDE_FIELD)
-        return self._guides.read(wanted)
+        return self._guides.read(wanted, thinking)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens written out. Other threads run meanwhile.
@@ -309,7 +311,7 @@ class Frontend:
         stop_ids = list(dict.fromkeys(([] if params.ignore_eos else eos_ids) + params.stop_token_ids))
         grammar = request.grammar
         if params.structured_outputs is not None and grammar is None:
-            grammar = self.grammar(params)
+            grammar = self.grammar(params, request.thinking)
         check_choice(params, stop_ids if grammar is None else [], bad_words, self.limits.vocab_size)
         guide = None if grammar is None else Guide(grammar, may_end=bool(stop_ids))
         if guide is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from enginecore.errors import RequestError
+from enginecore.frontend.parsing import Thinking
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.grammars import GrammarError, Grammars, one_line
 from enginecore.structured_outputs import StructuredOutputsParams
@@ -38,15 +39,15 @@ class GuideReader:
         """Grammars that compiled, by what was asked for."""
         self._loading, self._lock = threading.Lock(), threading.Lock()
 
-    def read(self, wanted: StructuredOutputsParams) -> str:
-        """Return a grammar that compiles.
+    def read(self, wanted: StructuredOutputsParams, thinking: Thinking | None = None) -> str:
+        """Return a grammar that compiles: of an output that may think first, with `thinking`.
 
         It takes milliseconds, and for the largest some hundred; one that was compiled before takes less.
 
         Raises:
             RequestError: it does not compile, or asks for what is not supported.
         """
-        key = msgspec.json.encode(wanted)
+        key = msgspec.json.encode((wanted, thinking))
         with self._lock:
             if key in self._read:
                 self._read.move_to_end(key)
@@ -61,6 +62,9 @@ class GuideReader:
                     f"it names {end}, a token that ends the output: leave it out, the output ends where the "
                     "grammar does"
                 )
+            if thinking is not None:
+                grammar = _after_reasoning(grammar, thinking, wanted, self._tokenizer)
+                grammars.check(grammar)
         except GrammarError as error:
             raise RequestError(f"{FIELD}: {wanted.kind}: {error}", FIELD) from error
         with self._lock:
@@ -79,6 +83,37 @@ class GuideReader:
 def _named_tokens(grammar: str) -> list[str]:
     """Return the different tokens that a grammar in Lark's form names outside of texts and comments."""
     return list(dict.fromkeys(match[1] for match in _LARK_PARTS.finditer(grammar) if match[1]))
+
+
+def _after_reasoning(
+    grammar: str, thinking: Thinking, wanted: StructuredOutputsParams, tokenizer: Tokenizer
+) -> str:
+    """Return `grammar` after reasoning up to its closing tag.
+
+    No text but that of the reasoning holds the closing tag, as a parser takes the first one for its end.
+    Models put line breaks after it, which JSON may begin with.
+    """
+    form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    takes_blanks = wanted.kind in ("json", "json_object") and not (
+        wanted.disable_any_whitespace or wanted.whitespace_pattern is not None
+    )
+    opening = _tag(thinking.opening, tokenizer)
+    start = f"{opening}? thought @form" if thinking.begun else f"({opening} thought)? @form"
+    closing = tokenizer.token_id(thinking.closing)
+    if closing in tokenizer.special_ids:
+        spelled = re.escape(thinking.closing).replace("/", "\\/")
+        ends = [f"reasoning: TEXT <[{closing}]>", f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{spelled}(.|\\n)*/"]
+    else:
+        ends = [f"reasoning[lazy]: TEXT {json.dumps(thinking.closing)}", "TEXT: /(.|\\n)*/"]
+    blanks = ["thought: reasoning BLANKS", "BLANKS: /\\n{0,2}/"] if takes_blanks else ["thought: reasoning"]
+    before = "\n".join(["%llguidance {}", f"start: {start}", *blanks, *ends])
+    return json.dumps({"grammars": [{"lark_grammar": before}, {**form, "name": "form"}]})
+
+
+def _tag(tag: str, tokenizer: Tokenizer) -> str:
+    """Return a tag as Lark has it: a special token, or text."""
+    token = tokenizer.token_id(tag)
+    return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(tag)
 
 
 def _json_schema(wanted: StructuredOutputsParams, _: Tokenizer) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from enginecore.frontend.parsing import Thinking
 from enginecore.frontend.pooling import PoolingPlan
 from enginecore.sampling_params import SamplingParams
 
@@ -38,6 +39,8 @@ class Request:
     """False for a step of a beam search, which metrics count as one request."""
     grammar: str | None = None
     """`params.structured_outputs` as `Frontend.grammar` gives it; None where nobody has asked it yet."""
+    thinking: Thinking | None = None
+    """Reasoning after which the output has the form of `params.structured_outputs`."""
 
     @classmethod
     def to_pool(cls, request_id: str, prompt: Prompt, plan: PoolingPlan, priority: int = 0) -> "Request":

@@ -34,7 +34,7 @@ from enginecore.frontend.openai.conversion import (
     fit_default,
     template_options,
 )
-from enginecore.frontend.openai.deltas import Delta, Deltas, parsers_of
+from enginecore.frontend.openai.deltas import Delta, Deltas, parsers_of, thinking_of
 from enginecore.frontend.openai.embeddings import (
     EmbeddingBody,
     PoolingBody,
@@ -62,7 +62,7 @@ from enginecore.frontend.openai.validation import (
     read_chat,
     read_completion,
 )
-from enginecore.frontend.parsing import NO_PARSERS, Parsers
+from enginecore.frontend.parsing import NO_PARSERS, Parsers, Thinking
 
 __all__ = [
     "NO_PARSERS",
@@ -83,6 +83,7 @@ __all__ = [
     "Row",
     "ScoreBody",
     "TextOffsets",
+    "Thinking",
     "Vocabulary",
     "beam_params",
     "blame",
@@ -119,6 +120,7 @@ __all__ = [
     "score_answer",
     "score_inputs",
     "template_options",
+    "thinking_of",
     "top_of",
     "usage",
     "without_new_tokens",

@@ -13,6 +13,7 @@ from enginecore.frontend.parsing import (
     Event,
     Parsers,
     Reasoning,
+    Thinking,
     ToolParser,
     forced_parser,
 )
@@ -23,6 +24,9 @@ Delta = dict[str, Any]
 _REASONING = ("reasoning_content", "reasoning")
 """Both names that clients know: vLLM's first one, and the one that took its place."""
 
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which models' templates turn thinking off: Qwen 3's, and DeepSeek V3.1's."""
+
 
 def parsers_of(body: ChatBody, parsers: Parsers) -> Parsers:
     """Return those of an engine's parsers that the answer to `body` needs.
@@ -32,11 +36,25 @@ def parsers_of(body: ChatBody, parsers: Parsers) -> Parsers:
     """
     if not body.may_call:
         return parsers._replace(tools=None)
-    if body.forces_call:  # the text is nothing but calls: there is no place for reasoning
-        return Parsers(forced_parser(body.forced_tool, parsers.tools or ToolParser))
+    if body.forces_call:
+        return parsers._replace(tools=forced_parser(body.forced_tool, parsers.tools or ToolParser))
     if parsers.tools is None:
         raise RequestError(NO_PARSER, "tools" if body.tool_choice is None else "tool_choice")
     return parsers
+
+
+def thinking_of(body: ChatBody, parsers: Parsers, prompt: str) -> Thinking | None:
+    """Return the reasoning after which the answer to `prompt` has the form that `body` asks for.
+
+    Where the prompt has opened it, it comes in any case. Where it has not, the model may begin it, unless the
+    body turns thinking off, or has the model go on with what it has said.
+    """
+    thinking = None if parsers.reasoning is None else parsers.reasoning(prompt).thinking()
+    if thinking is None or thinking.begun:
+        return thinking
+    variables = body.chat_template_kwargs or {}
+    is_off = any(variables.get(name) is False for name in _SWITCHES)
+    return None if is_off or body.continue_final_message else thinking
 
 
 class Deltas:
@@ -44,6 +62,8 @@ class Deltas:
 
     def __init__(self, body: ChatBody, parsers: Parsers, prompt: str) -> None:
         """`parsers` as `parsers_of` returns them; `prompt` is the text that the sample continues."""
+        if body.forces_call and thinking_of(body, parsers, prompt) is None:
+            parsers = parsers._replace(reasoning=None)  # the text is nothing but calls
         self._parser = parsers.start(prompt)
         self._new_id = (parsers.tools or ToolParser).new_call_id
         self._parallel = body.parallel_tool_calls is not False

@@ -12,6 +12,7 @@ from enginecore.frontend.parsing.events import (
     Parser,
     Reasoning,
     ReasoningParser,
+    Thinking,
     ToolParser,
 )
 from enginecore.frontend.parsing.forced import forced_parser
@@ -38,6 +39,7 @@ __all__ = [
     "Parsers",
     "Reasoning",
     "ReasoningParser",
+    "Thinking",
     "ToolParser",
     "forced_parser",
     "load_parsers",

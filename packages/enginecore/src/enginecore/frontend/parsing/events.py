@@ -60,8 +60,24 @@ class Parser(ABC):
         """Return what was held back: the text has ended, or was cut. Nothing may follow."""
 
 
+class Thinking(NamedTuple):
+    """Reasoning that may come before a text's content: between which tags, and whether it has begun."""
+
+    opening: str
+    closing: str
+    begun: bool
+    """The text begins within it; the opening tag may be repeated. Otherwise it may be left out."""
+
+
 class ReasoningParser(Parser):
     """Tells `Reasoning` from `Content`, in which a tool parser then looks for calls."""
+
+    def thinking(self) -> Thinking | None:
+        """Return what reasoning may come before the content; None where there is none, or nobody knows.
+
+        It is asked before the first text. An output whose form is given has that form after it.
+        """
+        return None
 
 
 class ToolParser(Parser):

@@ -51,11 +51,16 @@ class NamedCallParser(ToolParser):
         super().__init__(prompt)
         self._span = JsonSpan()
         self._begun = False
+        self._may_begin = False
+        """Whether there was text."""
+        self._is_other = False
 
     def push(self, text: str) -> list[Event]:
         if not self._begun:
+            self._may_begin |= bool(text)
             text = text.lstrip()
-        if not text or self._span.done:
+            self._is_other |= text[:1] not in ("", "{")
+        if not text or self._span.done or self._is_other:
             return []
         events: list[Event] = [] if self._begun else [CallStart(self.name)]
         self._begun = True
@@ -63,7 +68,9 @@ class NamedCallParser(ToolParser):
         return [*events, CallEnd()] if self._span.done else events
 
     def finish(self) -> list[Event]:
-        return [] if self._begun else [CallStart(self.name)]
+        """Return a call that was cut before its arguments; none if that was in the reasoning before it."""
+        begins = self._may_begin and not self._begun and not self._is_other
+        return [CallStart(self.name)] if begins else []
 
 
 def forced_parser(name: str | None, own: type[ToolParser]) -> type[ToolParser]:

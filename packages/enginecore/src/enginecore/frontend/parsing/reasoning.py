@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from enginecore.frontend.parsing.call_text import overlap
-from enginecore.frontend.parsing.events import Content, Event, Reasoning, ReasoningParser
+from enginecore.frontend.parsing.events import Content, Event, Reasoning, ReasoningParser, Thinking
 
 
 class TaggedReasoningParser(ReasoningParser):
@@ -27,6 +27,9 @@ class TaggedReasoningParser(ReasoningParser):
         self._done = before.endswith(self.closing)
         self._at_start = not self._done
         self._unread = ""
+
+    def thinking(self) -> Thinking | None:
+        return None if self._done else Thinking(self.opening, self.closing, self._thinks)
 
     def push(self, text: str) -> list[Event]:
         if self._done:
