@@ -238,6 +238,48 @@ async def test_a_connection_that_breaks_aborts_too(address, engine):
     assert len(engine.aborted) == 1
 
 
+async def test_requests_of_a_connection_that_breaks_are_no_failures(engine, caplog):
+    """The send of one finds out, and those of the others come after it."""
+    app = create_app(cast(Any, engine), ServeConfig(served_model_name=("tiny",)))
+    engine.allowed = 0
+    unread = [{"type": "websocket.connect"}]
+    unread += [
+        {"type": "websocket.receive", "text": json.dumps({"type": "completion", "id": name, "prompt": "ab"})}
+        for name in "abc"
+    ]
+    left = asyncio.Event()
+
+    async def receive():
+        if unread:
+            return unread.pop(0)
+        await left.wait()
+        return {"type": "websocket.disconnect", "code": 1006}
+
+    async def send(message):
+        if message["type"] == "websocket.send":
+            raise OSError("broken pipe")
+
+    scope = {
+        "type": "websocket",
+        "path": "/v1/stream",
+        "raw_path": b"/v1/stream",
+        "root_path": "",
+        "scheme": "ws",
+        "query_string": b"",
+        "headers": [],
+        "client": ("client", 1),
+        "server": ("server", 80),
+        "subprotocols": [],
+    }
+    task = asyncio.create_task(app(scope, receive, send))
+    await submitted(engine, 3)
+    engine.allow(3)
+    await idle(engine)
+    left.set()
+    await task
+    assert "failed" not in caplog.text
+
+
 async def test_an_engine_that_dies_is_told_of(socket, engine):
     engine.allowed = 0
     await socket.send("completion", "a", prompt="abc")

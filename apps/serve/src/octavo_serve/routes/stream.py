@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from enginecore import RequestStream
 from enginecore.errors import RequestAbortedError, RequestError
@@ -310,6 +310,9 @@ class _Session:
 
     async def _send(self, frame: bytes) -> None:
         async with self._sending:
+            if self._socket.application_state is WebSocketState.DISCONNECTED:
+                # Another request's frame has found that out.
+                raise WebSocketDisconnect(1006)
             await self._socket.send_text(frame.decode())
 
 
