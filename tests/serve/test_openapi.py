@@ -283,9 +283,7 @@ async def test_every_answer_is_compared(document):
 
 
 async def test_reloading_has_the_fields_that_are_described(document):
-    engine = ScriptedEngine(
-        EngineConfig("models/tiny", expert_placement="p.json", enable_expert_parallel=True)
-    )
+    engine = ScriptedEngine(EngineConfig(model="m", expert_placement="p.json", enable_expert_parallel=True))
     async with client_of(engine) as client:
         response = await client.post("/expert_placement/reload")
     assert response.status_code == 202, response.text
