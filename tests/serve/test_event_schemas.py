@@ -212,6 +212,7 @@ async def test_frames_are_those_that_are_described():
             client_frame(document, frame)
             while frame["type"] == "cancel" and "engine" not in [one["type"] for one in received]:
                 received.append(await client.receive())
+                assert (received[-1]["type"], received[-1]["id"]) != ("error", "d")
             await client.connection.send(json.dumps(frame))
         left = {"a", "b", "c", "d"} - {one["id"] for one in received if one["type"] in ("done", "error")}
         while left:

@@ -30,10 +30,10 @@ from octavo_serve.routes import (
 )
 from octavo_serve.schemas.anthropic import AnthropicError, Message, TokenCount
 from octavo_serve.schemas.bodies import MESSAGES, refined
-from octavo_serve.schemas.openai import ChatCompletion, Completion, Model, Models
+from octavo_serve.schemas.openai import ChatCompletion, Completion, Error, Model, Models
 from octavo_serve.schemas.pooling import Embeddings, Ranking, Scores
 from octavo_serve.schemas.responses import DeletedResponse, InputItems, Response
-from octavo_serve.schemas.service import DetokenizedText, Health, Load, Reloading, Tokens, Version
+from octavo_serve.schemas.service import DetokenizedText, Health, Load, Reloading, Tokens, Unhealthy, Version
 from octavo_serve.schemas.unions import MEMBERS, UNIONS, component
 
 Route = tuple[str, str, FunctionType]
@@ -53,9 +53,11 @@ _ERRORS = {
     503: "No request can be taken now: the model loads, or the server shuts down.",
 }
 
+_RETRY_AFTER = {"description": "In seconds", "schema": {"type": "integer", "minimum": 1}}
 _HEADERS: dict[int, dict[str, Any]] = {
     401: {"WWW-Authenticate": {"description": "Bearer", "schema": {"type": "string"}}},
-    429: {"Retry-After": {"description": "In seconds", "schema": {"type": "integer", "minimum": 1}}},
+    429: {"Retry-After": _RETRY_AFTER},
+    503: {"Retry-After": {**_RETRY_AFTER, "description": "In seconds, while the model loads"}},
 }
 
 _PARAMETERS = {
@@ -95,6 +97,8 @@ class _Operation(NamedTuple):
     ends_done: bool = False
     """Whether the stream's last event is `[DONE]`."""
     status: int = 200
+    unavailable: type[msgspec.Struct] | None = None
+    """The answer with 503, where it is more than an error."""
     media_type: str = "application/json"
 
 
@@ -118,7 +122,7 @@ _OPERATIONS: dict[FunctionType, _Operation] = {
     models.show_model: _Operation("OpenAI", Model, (404, 503)),
     models.tokenize: _Operation("Tokens", Tokens, _BODY, models.TokenizeBody),
     models.detokenize: _Operation("Tokens", DetokenizedText, _BODY, models.DetokenizeBody),
-    status.health: _Operation("Operation", Health, (503,)),
+    status.health: _Operation("Operation", Health, (503,), unavailable=Unhealthy),
     status.version: _Operation("Operation", Version),
     status.load: _Operation("Operation", Load),
     status.metrics: _Operation("Operation", str, media_type="text/plain"),
@@ -143,7 +147,7 @@ def document(routes: Iterable[Route], *, needs_key: bool, root_path: str = "") -
     """
     routes = list(routes)
     operations = [_OPERATIONS[endpoint] for _, _, endpoint in routes]
-    types = [kind for one in operations for kind in (one.body, one.answer) if kind is not None]
+    types = [kind for one in operations for kind in (one.body, one.answer, one.unavailable)]
     unique = list(dict.fromkeys([*filter(_is_struct, types), *_BESIDE]))
     _, components = msgspec.json.schema_components(unique, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
@@ -159,7 +163,7 @@ def document(routes: Iterable[Route], *, needs_key: bool, root_path: str = "") -
         "components": {
             "schemas": {**refined(components), **UNIONS},
             "responses": {
-                _error_name(code, anthropic=anthropic): _error(code, anthropic=anthropic)
+                _error_name(code, anthropic=anthropic): _error(code, AnthropicError if anthropic else Error)
                 for code in _ERRORS
                 for anthropic in (False, True)
             },
@@ -197,6 +201,8 @@ def _operation(path: str, endpoint: FunctionType, one: _Operation, *, needs_key:
             **{str(code): _ref("responses", _error_name(code, anthropic=anthropic)) for code in codes},
         },
     }
+    if one.unavailable is not None:
+        found["responses"]["503"] = _error(503, one.unavailable)
     if "{" in path:
         found["parameters"] = [
             {
@@ -250,13 +256,12 @@ def _error_name(code: int, *, anthropic: bool) -> str:
     return f"{'AnthropicError' if anthropic else 'Error'}{code}"
 
 
-def _error(code: int, *, anthropic: bool) -> dict[str, Any]:
-    schema = component("AnthropicError" if anthropic else "Error")
+def _error(code: int, answer: type[msgspec.Struct]) -> dict[str, Any]:
     # Who answers what nobody foresaw stands outside of who adds the id.
     own = {} if code == 500 else {"X-Request-Id": _ref("headers", "RequestId")}
     headers = {**own, **_HEADERS.get(code, {})}
     found: dict[str, Any] = {
         "description": _ERRORS[code],
-        "content": {"application/json": {"schema": schema}},
+        "content": {"application/json": {"schema": component(answer.__name__)}},
     }
     return {**found, "headers": headers} if headers else found

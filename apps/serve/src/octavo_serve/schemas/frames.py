@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from octavo_serve.schemas.openai import ChatChunk, CompletionChunk, ErrorFields, Usage
+from octavo_serve.schemas.service import LoadProgress
 
 
 class CancelFrame(msgspec.Struct, tag="cancel"):
@@ -90,6 +91,7 @@ class EngineFrame(msgspec.Struct, tag="engine"):
     id: str
     time: float
     trouble: str | None
+    loading: LoadProgress | None
     version: str
     models: list[str]
     max_model_len: int | None
