@@ -64,6 +64,8 @@ def final(stream) -> Any:
             assert "".join(pieces) == item.arguments
     added = [event.item.type for event in events if event.type == "response.output_item.added"]
     assert added == [item.type for item in response.output]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == response.output
     return response
 
 

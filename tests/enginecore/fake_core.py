@@ -14,13 +14,13 @@ import numpy as np
 
 from enginecore.core.board import Board
 from enginecore.core.settings import CoreSettings
-from enginecore.messages import EngineLimits, Failed, Ready
+from enginecore.messages import EngineLimits, Failed, Loading, Ready
 
 settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreSettings)
 board = Board(Path(settings.board))
 
 
-def report(message: Ready | Failed) -> None:
+def report(message: Loading | Ready | Failed) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -36,6 +36,11 @@ def ready(num_blocks: int = 8, *, lockstep: bool = False, pids: tuple[int, ...] 
         lockstep=lockstep,
     )
     report(Ready(limits, list(pids)))
+
+
+def load(phase: str, done: int, total: int) -> None:
+    """Report how far its start is."""
+    report(Loading(phase, done, total))
 
 
 def steps(count: int) -> None:

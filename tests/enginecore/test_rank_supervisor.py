@@ -1,5 +1,6 @@
 """Ranks are watched and started again; their cores are scripts here."""
 
+import os
 import queue
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from enginecore.config import make_config
 from enginecore.core import rank_process, supervisor
 from enginecore.core.board import Progress
 from enginecore.core.supervisor import RankSupervisor, step_timeout
-from enginecore.messages import RankDown, RankOut, RankUp
+from enginecore.messages import Loading, RankDown, RankLoading, RankOut, RankUp
 
 LIMIT_S = 60
 """Seconds after which an event is given up, on the slowest machine."""
@@ -22,7 +23,7 @@ UP = "ready(); serve()"
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Returns a function that starts ranks with the scripts given by name, and the queue of their events."""
+    """Returns a function that starts ranks with scripts by name, and the queue of their ups and downs."""
     command = (sys.executable, str(Path(__file__).with_name("fake_core.py")), str(tmp_path))
     monkeypatch.setattr(rank_process, "COMMAND", command)
     started: list[RankSupervisor] = []
@@ -34,12 +35,17 @@ def start(tmp_path, monkeypatch):
         started.append(ranks)
         events: queue.Queue = queue.Queue()
         if listened:
-            ranks.listen(events.put)
+            ranks.listen(changes(events.put))
         return ranks, lambda: events.get(timeout=LIMIT_S)
 
     yield begin
     for ranks in started:
         ranks.stop()
+
+
+def changes(put):
+    """Returns a listener that passes on ups and downs, without the progress between them."""
+    return lambda event: None if isinstance(event, RankLoading) else put(event)
 
 
 def wait_until(condition):
@@ -61,11 +67,31 @@ def test_a_rank_is_up_with_its_address_and_limits(start):
     assert not ranks.folder.exists()
 
 
+def test_the_progress_of_each_start_is_told(start, tmp_path):
+    os.mkfifo(tmp_path / "gate")
+    phases = [Loading("importing libraries"), Loading("reading weights", 3, 4)]
+    wait = "Path(sys.argv[1], 'gate').read_bytes()"
+    script = "; ".join(f"load({one.phase!r}, {one.done}, {one.total}); {wait}" for one in phases)
+    ranks, _ = start({"0-0": f"{script}; ready(); die()", "0-1": UP}, listened=False)
+    told: queue.Queue = queue.Queue()
+    ranks.listen(told.put)
+    starting = told.get(timeout=LIMIT_S)
+    assert starting == RankLoading(0, 0, starting.began, Loading("starting the engine"))
+    assert 0 < starting.began <= time.monotonic()
+    for phase in phases:
+        assert told.get(timeout=LIMIT_S) == RankLoading(0, 0, starting.began, phase)
+        (tmp_path / "gate").write_bytes(b"go on")
+    rest = [told.get(timeout=LIMIT_S) for _ in range(4)]
+    assert [type(event) for event in rest] == [RankUp, RankDown, RankLoading, RankUp]
+    assert (rest[2].incarnation, rest[2].progress) == (1, Loading("starting the engine"))
+    assert rest[2].began > starting.began
+
+
 def test_events_before_anyone_listens_are_told_in_order(start):
     ranks, _ = start({"0-0": "ready(); die()", "0-1": UP}, listened=False)
     wait_until(lambda: bool(ranks._ranks[0].place.incarnation and ranks._ranks[0].is_up))
     late: queue.Queue = queue.Queue()
-    ranks.listen(late.put)
+    ranks.listen(changes(late.put))
     assert [type(late.get(timeout=LIMIT_S)) for _ in range(3)] == [RankUp, RankDown, RankUp]
 
 

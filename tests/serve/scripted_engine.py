@@ -15,7 +15,7 @@ from enginecore.errors import EngineDeadError, OctavoError, RequestError
 from enginecore.frontend.parsing import Parsers, Thinking
 from enginecore.frontend.request import Prompt, Request
 from enginecore.frontend.stream import OutputSink, StreamOutput
-from enginecore.messages import EngineLimits, EngineStats
+from enginecore.messages import EngineLimits, EngineStats, RankLoading
 from enginecore.metrics import Metrics
 from enginecore.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from enginecore.sampling_params import RequestOutputKind, SamplingParams
@@ -192,6 +192,7 @@ class ScriptedEngine:
         self.metrics = Metrics("tiny")
         self.stats = EngineStats()
         self.ranks_down: dict[int, str] = {}
+        self.ranks_loading: dict[int, RankLoading] = {}
         self.error: str | None = None
         self.on_load: Callable[[int, int], None] = lambda waiting, unfinished: None
         self.queue_seconds = 0.0

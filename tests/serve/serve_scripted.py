@@ -1,13 +1,14 @@
 """A server process over the scripted engine, which is told what to do on standard input.
 
-Each line is `load` (the model is loaded), `fail` (it cannot be), `allow N` (let N outputs pass), `die`, or
-`modules` (print the names of all that is imported).
+Each line is `load` (the model is loaded), `percent N` (so much of it is), `fail` (it cannot be), `allow N`
+(let N outputs pass), `die`, or `modules` (print the names of all that is imported).
 """
 
 import asyncio
 import json
 import sys
 import threading
+import time
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from scripted_engine import ScriptedEngine, say
 
 from enginecore.config import EngineConfig
 from enginecore.errors import ModelError
+from enginecore.messages import Loading, RankLoading
 from enginecore.options import OptionParser
 from octavo_serve import cli
 from octavo_serve.config import ServeConfig
@@ -41,7 +43,11 @@ class ToldEngine(ScriptedEngine):
     def _obey(self, words: list[str]) -> None:
         match words:
             case ["load"]:
+                self.ranks_loading.clear()
                 self.loading.set()
+            case ["percent", done]:
+                progress = Loading("reading weights", int(done), 100)
+                self.ranks_loading[0] = RankLoading(0, 0, time.monotonic(), progress)
             case ["fail"]:
                 self.failure = ModelError("there is no folder\nor file tiny")
                 self.loading.set()

@@ -1,18 +1,15 @@
 """Requests made up from the OpenAPI document: no server error, and nothing that it does not describe."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pooling_engine import PoolingEngine
 from scripted_engine import ScriptedEngine
 
-from enginecore import CompletionOutput, RequestOutput, SamplingParams
-from enginecore.frontend.parsing import TOOL_PARSERS, Parsers
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 
@@ -31,31 +28,6 @@ BODIES = (
 """Routes that take one; of those with several paths, one."""
 
 UNKNOWN = {"response_id": "resp-1", "name": "other"}
-
-
-class PoolingEngine(ScriptedEngine):
-    """It embeds too, gives tokens of every prompt the same vector, and has experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frontend.parsers = Parsers(TOOL_PARSERS["hermes"])
-        frontend = cast(Any, self.frontend)
-        frontend.pooling_plan = lambda params: SimpleNamespace(sampling=SamplingParams())
-        frontend.prepare_text = lambda text, **options: self.frontend.prepare_prompt(text)
-
-    def _script(self, request: Any) -> list[RequestOutput]:
-        if request.pooling is None:
-            return super()._script(request)
-        ended = [CompletionOutput(0, finish_reason="stop")]
-        prompt, vector = request.prompt, np.full(4, 0.5, np.float32)
-        return [
-            RequestOutput(
-                request.request_id, prompt.text, prompt.token_ids, ended, finished=True, embedding=vector
-            )
-        ]
-
-    async def expert_loads(self) -> np.ndarray:
-        return np.ones((2, 3), np.int64)
 
 
 def app_of(engine: ScriptedEngine, **options: Any) -> Any:

@@ -1,6 +1,5 @@
 """The OpenAPI document: it is valid and whole, /docs shows it, and it says what is really answered."""
 
-import json
 import re
 import subprocess
 import sys
@@ -12,9 +11,12 @@ import httpx
 import jsonschema
 import msgspec
 import pytest
+from documented import check
 from fastapi.routing import APIRoute
+from pooling_engine import PoolingEngine
 from scripted_engine import ScriptedEngine, say
 
+from enginecore import EngineConfig
 from enginecore.frontend.parsing import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
@@ -176,6 +178,8 @@ async def test_the_docs_need_no_key_and_nothing_from_elsewhere(engine, options):
     assert response.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
     page = Page(response.text)
     assert "script" not in page.tags
+    assert "<b>WS</b> <code>/v1/stream</code>" in response.text
+    assert {"#ServerFrame", "#ClientFrame", "#ResponseCreated"} <= set(page.links)
     assert len(set(page.ids)) == len(page.ids)
     assert {link for link in page.links if not link.startswith("#")} == {"openapi.json"}
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
@@ -199,24 +203,8 @@ async def test_the_docs_escape_what_they_show():
     assert shown.count("&lt;") == 9
 
 
-def strict(schema: Any) -> Any:
-    """A schema whose objects have no other fields than those it names."""
-    if isinstance(schema, dict):
-        closed = {"additionalProperties": False} if schema.get("properties") else {}
-        return {**closed, **{key: strict(value) for key, value in schema.items()}}
-    return [strict(value) for value in schema] if isinstance(schema, list) else schema
-
-
-def check(document: dict[str, Any], name: str, value: Any) -> None:
-    """Compare a value with a type of the document, which must name all of its fields."""
-    schemas = {key: strict(schema) for key, schema in document["components"]["schemas"].items()}
-    root = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}}
-    jsonschema.Draft202012Validator(root).validate(value)
-
-
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-EVERYTHING = {"return_token_ids": True, "stream_options": {"include_usage": True}, "n": 2}
 THOUGHT_AND_CALL = '<think>hm</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -272,31 +260,55 @@ ANSWERS = [
 ]
 
 
+POOLED = [
+    ("/v1/embeddings", "Embeddings", {"input": ["a", "b"]}),
+    ("/v1/embeddings", "Embeddings", {"input": "a", "encoding_format": "base64"}),
+    ("/v1/score", "Scores", {"text_1": "a", "text_2": ["b", "c"]}),
+    ("/v1/rerank", "Ranking", {"query": "a", "documents": ["b", "c"]}),
+    ("/v1/rerank", "Ranking", {"query": "a", "documents": ["b"], "return_documents": False}),
+    ("/v1/embeddings", "Error", {"input": []}),
+]
+STORED = {"Response", "InputItems", "DeletedResponse"}
+
+
+async def test_every_answer_is_compared(document):
+    """Here, those of servers that load in test_loading."""
+    answers = set()
+    for _, _, operation in operations_of(document):
+        for answer in operation["responses"].values():
+            for media in answer.get("content", {}).values():
+                if "$ref" in media.get("schema", {}):
+                    answers.add(media["schema"]["$ref"].rpartition("/")[2])
+    compared = {name for _, name, _ in (*ANSWERS, *POOLED)} | STORED
+    assert answers == compared - {"Error", "AnthropicError"} | {"Reloading", "Unhealthy"}
+
+
+async def test_reloading_has_the_fields_that_are_described(document):
+    engine = ScriptedEngine(EngineConfig(model="m", expert_placement="p.json", enable_expert_parallel=True))
+    async with client_of(engine) as client:
+        response = await client.post("/expert_placement/reload")
+    assert response.status_code == 202, response.text
+    check(document, "Reloading", response.json())
+
+
+@pytest.mark.parametrize(("path", "name", "body"), POOLED)
+async def test_answers_of_pooling_have_the_fields_that_are_described(document, path, name, body):
+    async with client_of(PoolingEngine()) as client:
+        response = await client.post(path, json=body)
+    assert (response.status_code == 200) is (name != "Error"), response.text
+    check(document, name, response.json())
+    for key in response.json():
+        without = {other: value for other, value in response.json().items() if other != key}
+        with pytest.raises(jsonschema.ValidationError):
+            check(document, name, without)
+
+
 @pytest.mark.parametrize(("path", "name", "body"), ANSWERS)
 async def test_answers_have_the_fields_that_are_described(talkative, document, path, name, body):
     async with client_of(talkative) as client:
         response = await client.request("GET" if body is None else "POST", path, json=body)
     assert (response.status_code == 200) is ("Error" not in name), response.text
     check(document, name, response.json())
-
-
-@pytest.mark.parametrize(
-    ("path", "name", "body"),
-    [
-        ("/v1/completions", "CompletionChunk", {"prompt": "ab", "logprobs": 1, "echo": True, **EVERYTHING}),
-        ("/v1/chat/completions", "ChatChunk", {"messages": HI, "tools": [TOOL], **EVERYTHING}),
-        ("/v1/chat/completions", "ChatChunk", {"messages": HI, "logprobs": True, "top_logprobs": 2}),
-    ],
-)
-async def test_events_have_the_fields_that_are_described(talkative, document, path, name, body):
-    async with client_of(talkative) as client:
-        response = await client.post(path, json={**body, "stream": True})
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *events, done = [event.removeprefix("data: ") for event in response.text.split("\n\n")[:-1]]
-    assert done == "[DONE]"
-    assert len(events) > 3
-    for event in events:
-        check(document, name, json.loads(event))
 
 
 async def test_stored_responses_have_the_fields_that_are_described(talkative, document):

@@ -107,6 +107,46 @@ def test_the_server_answers_while_the_model_loads_and_has_imported_little():
     assert len(imported) < 800
 
 
+def test_the_port_listens_before_anything_heavy_is_imported():
+    """Connections wait in its backlog from then on: nothing of the web stack, numpy or torch came before."""
+    code = (
+        "import sys\n"
+        "from octavo_serve import cli, listening\n"
+        "listen = listening.open_listener\n"
+        "def spy(options):\n"
+        "    listener = listen(options)\n"
+        f"    print(len(sys.modules), [m for m in (*{HEAVY}, 'numpy', 'starlette') if m in sys.modules])\n"
+        "    print(listener.getsockname()[1] > 0)\n"
+        "    sys.exit(0)\n"
+        "listening.open_listener = spy\n"
+        "sys.exit(cli.main())\n"
+    )
+    done = python(code, "--port", "0")
+    assert done.returncode == 0, done.stderr
+    count, heavy, listens = re.match(r"(\d+) (\[.*\])\n(True)\n", done.stdout).groups()
+    assert (heavy, listens) == ("[]", "True")
+    assert int(count) < 250  # 192 when this was written
+
+
+def test_progress_shows_until_the_model_is_loaded():
+    with server() as served:
+        served.tell("percent 30")
+        while "loading" not in (told := served.client.get("/health").json()):
+            pass
+        assert (told["loading"]["phase"], told["loading"]["percent"]) == ("reading weights", 30)
+        served.tell("percent 60")
+        while (told := served.client.get("/health").json())["loading"]["percent"] != 60:
+            assert told["loading"]["percent"] == 30
+        refused = served.client.post("/v1/completions", json={"prompt": "hi"})
+        assert refused.status_code == 503
+        assert "reading weights, 60 %" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        served.load()
+        assert served.client.get("/health").status_code == 200
+        served.tell("allow 1")
+        assert served.client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+
+
 def test_life_from_start_to_sigterm():
     with server() as served:
         for route, status in (("/health", 503), ("/v1/models", 503), ("/version", 200)):

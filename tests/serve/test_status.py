@@ -43,7 +43,9 @@ async def test_health_follows_the_engine(client, engine):
     for route in ("/health", "/ping"):
         assert (await client.get(route)).status_code == 200
     engine.is_ready = False
-    assert (await client.get("/health")).json()["error"]["message"] == "the model is loading"
+    response = await client.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the model is loading"
     engine.die("killed by signal 9")
     response = await client.get("/health")
     assert response.status_code == 503

@@ -44,6 +44,9 @@ def docs_page(document: Mapping[str, Any]) -> str:
             shown = _operation(method, path, operation, document["components"])
             by_tag.setdefault(operation["tags"][0], []).append(shown)
     routes = "".join(f"<h2>{escape(tag)}</h2>{''.join(shown)}" for tag, shown in by_tag.items())
+    sockets = "".join(_socket(path, one) for path, one in document.get("x-websockets", {}).items())
+    if sockets:
+        routes += f"<h2>WebSocket</h2>{sockets}"
     types = "".join(_type(name, schema) for name, schema in document["components"]["schemas"].items())
     about = "".join(f"<p>{_prose(part)}</p>" for part in info["description"].split("\n\n"))
     title = f"{escape(info['title'])} {escape(info['version'])}"
@@ -73,11 +76,20 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], components:
     )
 
 
+def _socket(path: str, socket: Mapping[str, Any]) -> str:
+    rows = [
+        ("frames", _prose(socket["description"])),
+        ("client sends", _schema(socket["receives"])),
+        ("server sends", _schema(socket["sends"])),
+    ]
+    return _folded(f"<b>WS</b> <code>{escape(path)}</code> {_prose(socket['summary'])}", _table(rows))
+
+
 def _content(holder: Mapping[str, Any]) -> str:
     """Return the types that a body or an answer may have."""
     shown = []
     for media_type, entry in holder.get("content", {}).items():
-        kind = _schema(entry["schema"]) if "schema" in entry else ""
+        kind = _schema(entry["schema"]) if "schema" in entry else "events"
         shown.append(f"<code>{media_type}</code> {kind}")
     return "<br>".join(shown)
 
@@ -92,8 +104,9 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
         for field, one in schema.get("properties", {}).items()
     ]
     for one in schema.get("anyOf", ()):
-        fields = " and ".join(f"<code>{escape(field)}</code>" for field in one["required"])
-        rows.append(("either", fields))
+        fields = " and ".join(f"<code>{escape(field)}</code>" for field in one.get("required", ()))
+        rows.append(("either", fields or _schema(one)))
+    rows += [("all of", _schema(one)) for one in schema.get("allOf", ())]
     summary = f"<code>{escape(name)}</code> {_prose(schema.get('description', ''))}"
     return f'<section id="{escape(name)}">{_folded(summary, _table(rows))}</section>'
 
@@ -105,9 +118,14 @@ def _schema(schema: Mapping[str, Any]) -> str:
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
         return " or ".join(map(_schema, schema["anyOf"]))
+    if "const" in schema:
+        return f"<code>{escape(json.dumps(schema['const']))}</code>"
     if "enum" in schema:
         return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in schema["enum"])
     kind = schema.get("type", "anything")
+    if kind == "object" and "properties" in schema:
+        fields = (f"<code>{escape(name)}</code> {_schema(one)}" for name, one in schema["properties"].items())
+        return f"object of {', '.join(fields)}"
     if kind == "array":
         return f"array of {_inner(schema.get('items', {}))}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):

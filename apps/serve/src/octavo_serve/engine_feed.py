@@ -86,12 +86,14 @@ class EngineFeed:
     def frame(self) -> dict[str, Any]:
         """Return the members of a frame; counters count from the server's start, seconds are monotonic."""
         engine, now = self._server.engine, time.monotonic()
+        progress = self._server.progress
         if self._latencies.is_due(now):
             self._latencies.add(now, engine.metrics.latencies())
         down = engine.ranks_down
         return {
             "time": now,
             "trouble": self._server.trouble,
+            "loading": None if progress is None else progress.members(),
             "version": enginecore.__version__,
             "models": self._server.names,
             "max_model_len": None if self._server.refusal else self._server.max_model_len,

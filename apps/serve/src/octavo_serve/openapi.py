@@ -5,7 +5,7 @@ Reference: https://spec.openapis.org/oas/v3.1.0
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -17,21 +17,24 @@ from octavo_serve.auth import OPEN_PATHS
 from octavo_serve.errors import is_anthropic
 from octavo_serve.formats.anthropic_body import CountBody, MessagesBody
 from octavo_serve.formats.responses_body import ResponsesBody
-from octavo_serve.routes import admin, embeddings, experts, generate, messages, models, responses, status
-from octavo_serve.schemas.anthropic import AnthropicError, InputMessage, Message, TokenCount
-from octavo_serve.schemas.openai import (
-    ChatChunk,
-    ChatCompletion,
-    ChatMessage,
-    Completion,
-    CompletionChunk,
-    Error,
-    Model,
-    Models,
+from octavo_serve.routes import (
+    admin,
+    embeddings,
+    experts,
+    generate,
+    messages,
+    models,
+    responses,
+    status,
+    stream,
 )
+from octavo_serve.schemas.anthropic import AnthropicError, Message, TokenCount
+from octavo_serve.schemas.bodies import MESSAGES, refined
+from octavo_serve.schemas.openai import ChatCompletion, Completion, Error, Model, Models
 from octavo_serve.schemas.pooling import Embeddings, Ranking, Scores
 from octavo_serve.schemas.responses import DeletedResponse, InputItems, Response
-from octavo_serve.schemas.service import DetokenizedText, Health, Load, Reloading, Tokens, Version
+from octavo_serve.schemas.service import DetokenizedText, Health, Load, Reloading, Tokens, Unhealthy, Version
+from octavo_serve.schemas.unions import MEMBERS, UNIONS, component
 
 Route = tuple[str, str, FunctionType]
 """Method, path and endpoint."""
@@ -50,9 +53,11 @@ _ERRORS = {
     503: "No request can be taken now: the model loads, or the server shuts down.",
 }
 
+_RETRY_AFTER = {"description": "In seconds", "schema": {"type": "integer", "minimum": 1}}
 _HEADERS: dict[int, dict[str, Any]] = {
     401: {"WWW-Authenticate": {"description": "Bearer", "schema": {"type": "string"}}},
-    429: {"Retry-After": {"description": "In seconds", "schema": {"type": "integer", "minimum": 1}}},
+    429: {"Retry-After": _RETRY_AFTER},
+    503: {"Retry-After": {**_RETRY_AFTER, "description": "In seconds, while the model loads"}},
 }
 
 _PARAMETERS = {
@@ -60,14 +65,23 @@ _PARAMETERS = {
     "name": "A name of the served model; a / in it may be sent as it is.",
 }
 
-_CHUNKS = "With `stream: true`, server-sent events: the data of each is a `{}`, that of the last `[DONE]`."
-_EVENTS = "With `stream: true`, server-sent events as in {}."
+_EVENTS = "With `stream: true`, server-sent events, the data of each a `{}`{}."
+_DONE = ", but that of the last `[DONE]`"
 
 _ABOUT = (
-    "Inference of one large language model, in the formats of OpenAI and Anthropic.\n\nWebSocket /v1/stream,"
-    " which this format has no word for, takes completions and chats too. Of a body's fields a null counts as"
-    " absent, and unknown ones are ignored."
+    "Inference of one large language model, in the formats of OpenAI and Anthropic.\n\nOf a body's fields a"
+    " null counts as absent, and unknown ones are ignored."
 )
+
+_WEBSOCKETS = {
+    stream.PATH: {
+        "summary": "Completions and chats, any number at once, answered with `chunk` frames and a `done`",
+        "description": "An `error` ends the request whose id it has; one whose id is null is about a frame.",
+        "receives": component("ClientFrame"),
+        "sends": component("ServerFrame"),
+    }
+}
+"""By path; OpenAPI has no word for them."""
 
 
 class _Operation(NamedTuple):
@@ -79,36 +93,36 @@ class _Operation(NamedTuple):
     errors: tuple[int, ...] = ()
     body: type[msgspec.Struct] | None = None
     stream: str | None = None
-    """Describes the answer as a stream, if it can be one."""
+    """The component that is the data of each event, where the answer can be a stream."""
+    ends_done: bool = False
+    """Whether the stream's last event is `[DONE]`."""
     status: int = 200
+    unavailable: type[msgspec.Struct] | None = None
+    """The answer with 503, where it is more than an error."""
     media_type: str = "application/json"
 
 
 _OPERATIONS: dict[FunctionType, _Operation] = {
     generate.create_completion: _Operation(
-        "OpenAI", Completion, _GENERATES, CompletionBody, _CHUNKS.format("CompletionChunk")
+        "OpenAI", Completion, _GENERATES, CompletionBody, "CompletionEvent", ends_done=True
     ),
     generate.create_chat_completion: _Operation(
-        "OpenAI", ChatCompletion, _GENERATES, ChatBody, _CHUNKS.format("ChatChunk")
+        "OpenAI", ChatCompletion, _GENERATES, ChatBody, "ChatEvent", ends_done=True
     ),
     embeddings.create_embeddings: _Operation("OpenAI", Embeddings, _GENERATES, EmbeddingBody),
     embeddings.score: _Operation("Scores", Scores, _GENERATES, ScoreBody),
     embeddings.rerank: _Operation("Scores", Ranking, _GENERATES, RerankBody),
-    responses.create_response: _Operation(
-        "OpenAI", Response, _GENERATES, ResponsesBody, _EVENTS.format("OpenAI's Responses API")
-    ),
+    responses.create_response: _Operation("OpenAI", Response, _GENERATES, ResponsesBody, "ResponseEvent"),
     responses.show_response: _Operation("OpenAI", Response, (404,)),
     responses.delete_response: _Operation("OpenAI", DeletedResponse, (404,)),
     responses.list_input_items: _Operation("OpenAI", InputItems, (404,)),
-    messages.create_message: _Operation(
-        "Anthropic", Message, _GENERATES, MessagesBody, _EVENTS.format("Anthropic's Messages API")
-    ),
+    messages.create_message: _Operation("Anthropic", Message, _GENERATES, MessagesBody, "MessageEvent"),
     messages.count_tokens: _Operation("Anthropic", TokenCount, _BODY, CountBody),
     models.list_models: _Operation("OpenAI", Models, (503,)),
     models.show_model: _Operation("OpenAI", Model, (404, 503)),
     models.tokenize: _Operation("Tokens", Tokens, _BODY, models.TokenizeBody),
     models.detokenize: _Operation("Tokens", DetokenizedText, _BODY, models.DetokenizeBody),
-    status.health: _Operation("Operation", Health, (503,)),
+    status.health: _Operation("Operation", Health, (503,), unavailable=Unhealthy),
     status.version: _Operation("Operation", Version),
     status.load: _Operation("Operation", Load),
     status.metrics: _Operation("Operation", str, media_type="text/plain"),
@@ -117,50 +131,12 @@ _OPERATIONS: dict[FunctionType, _Operation] = {
     admin.reset_prefix_cache: _Operation("Operation", None, (503,)),
 }
 
-_TEXTS = {"type": "array", "items": {"type": "string"}}
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {
-    "description": "A text, a list of texts, token ids, or a list of lists of token ids.",
-    "anyOf": [{"type": "string"}, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}],
-}
-
 
 def _ref(kind: str, name: str) -> dict[str, str]:
     return {"$ref": f"#/components/{kind}/{name}"}
 
 
-def _list_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    return {"type": "array", "items": _ref("schemas", kind.__name__), "minItems": 1}
-
-
-_REQUIRED_FIELDS: dict[str, dict[str, Any]] = {
-    "CompletionBody": {"prompt": _PROMPT},
-    "EmbeddingBody": {"input": _PROMPT},
-    "DetokenizeBody": {"tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
-    "ChatBody": {"messages": _list_of(ChatMessage)},
-    "MessagesBody": {"messages": _list_of(InputMessage)},
-    "CountBody": {"messages": _list_of(InputMessage)},
-}
-"""Schemas of fields that are checked by hand, and whose type in their struct says less."""
-
-_TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, _TEXTS]}
-_EITHER: dict[str, tuple[dict[str, Any], ...]] = {
-    "ScoreBody": tuple(
-        dict.fromkeys(names, _TEXT_OR_TEXTS)
-        for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-    ),
-    "TokenizeBody": ({"prompt": {"type": "string"}}, {"messages": _list_of(ChatMessage)}),
-}
-"""Groups of fields of which a body has one."""
-
-_BESIDE = (
-    Error,
-    AnthropicError,
-    CompletionChunk,
-    ChatChunk,
-    ChatMessage,
-    InputMessage,
-)
+_BESIDE = (AnthropicError, *MESSAGES, *MEMBERS)
 """Types that no operation has as its body or answer."""
 
 
@@ -171,7 +147,7 @@ def document(routes: Iterable[Route], *, needs_key: bool, root_path: str = "") -
     """
     routes = list(routes)
     operations = [_OPERATIONS[endpoint] for _, _, endpoint in routes]
-    types = [kind for one in operations for kind in (one.body, one.answer) if kind is not None]
+    types = [kind for one in operations for kind in (one.body, one.answer, one.unavailable)]
     unique = list(dict.fromkeys([*filter(_is_struct, types), *_BESIDE]))
     _, components = msgspec.json.schema_components(unique, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
@@ -183,10 +159,11 @@ def document(routes: Iterable[Route], *, needs_key: bool, root_path: str = "") -
         "info": {"title": "Octavo", "version": __version__, "description": _ABOUT},
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
+        "x-websockets": _WEBSOCKETS,
         "components": {
-            "schemas": _refined(components),
+            "schemas": {**refined(components), **UNIONS},
             "responses": {
-                _error_name(code, anthropic=anthropic): _error(code, anthropic=anthropic)
+                _error_name(code, anthropic=anthropic): _error(code, AnthropicError if anthropic else Error)
                 for code in _ERRORS
                 for anthropic in (False, True)
             },
@@ -211,22 +188,6 @@ def _is_struct(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _refined(components: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schemas, those of bodies with `_REQUIRED_FIELDS` and `_EITHER`."""
-    found = dict(components)
-    for name, fields in _REQUIRED_FIELDS.items():
-        if name in found:
-            schema = found[name]
-            required = [*dict.fromkeys([*schema.get("required", []), *fields])]
-            properties = {**schema["properties"], **fields}
-            found[name] = {**schema, "properties": properties, "required": required}
-    for name, groups in _EITHER.items():
-        if name in found:
-            choices = [{"required": list(fields), "properties": fields} for fields in groups]
-            found[name] = {**found[name], "anyOf": choices}
-    return found
-
-
 def _operation(path: str, endpoint: FunctionType, one: _Operation, *, needs_key: bool) -> dict[str, Any]:
     guarded = needs_key and path not in OPEN_PATHS
     codes = sorted({*one.errors, 500, *([401] if guarded else [])})
@@ -240,6 +201,8 @@ def _operation(path: str, endpoint: FunctionType, one: _Operation, *, needs_key:
             **{str(code): _ref("responses", _error_name(code, anthropic=anthropic)) for code in codes},
         },
     }
+    if one.unavailable is not None:
+        found["responses"]["503"] = _error(503, one.unavailable)
     if "{" in path:
         found["parameters"] = [
             {
@@ -252,7 +215,7 @@ def _operation(path: str, endpoint: FunctionType, one: _Operation, *, needs_key:
             for name in re.findall(r"{(\w+)", path)
         ]
     if one.body is not None:
-        schema = _ref("schemas", one.body.__name__)
+        schema = component(one.body.__name__)
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if guarded:
         found["security"] = [{name: []} for name in _SECURITY_SCHEMES]
@@ -261,32 +224,44 @@ def _operation(path: str, endpoint: FunctionType, one: _Operation, *, needs_key:
 
 def _answer(one: _Operation) -> dict[str, Any]:
     description = "The answer." if one.status == 200 else "It was begun."
+    if one.stream is not None:
+        description += " " + _EVENTS.format(one.stream, _DONE if one.ends_done else "")
     found: dict[str, Any] = {
-        "description": f"{description} {one.stream}" if one.stream else description,
+        "description": description,
         "headers": {"X-Request-Id": _ref("headers", "RequestId")},
     }
     if one.answer is None:
         return found
     named = _is_struct(one.answer)
-    schema = _ref("schemas", one.answer.__name__) if named else msgspec.json.schema(one.answer)
+    schema = component(one.answer.__name__) if named else msgspec.json.schema(one.answer)
     content: dict[str, Any] = {one.media_type: {"schema": schema}}
     if one.stream is not None:
-        # OpenAPI has a schema for events from 3.2 on only, which few tools read yet.
-        content["text/event-stream"] = {}
+        content["text/event-stream"] = {"x-itemSchema": _event(one.stream, ends_done=one.ends_done)}
     return {**found, "content": content}
+
+
+def _event(name: str, *, ends_done: bool) -> dict[str, Any]:
+    """Return the schema of an event as OpenAPI 3.2 has it in `itemSchema`; few tools read that yet."""
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": component(name),
+    }
+    if ends_done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _error_name(code: int, *, anthropic: bool) -> str:
     return f"{'AnthropicError' if anthropic else 'Error'}{code}"
 
 
-def _error(code: int, *, anthropic: bool) -> dict[str, Any]:
-    schema = _ref("schemas", "AnthropicError" if anthropic else "Error")
+def _error(code: int, answer: type[msgspec.Struct]) -> dict[str, Any]:
     # Who answers what nobody foresaw stands outside of who adds the id.
     own = {} if code == 500 else {"X-Request-Id": _ref("headers", "RequestId")}
     headers = {**own, **_HEADERS.get(code, {})}
     found: dict[str, Any] = {
         "description": _ERRORS[code],
-        "content": {"application/json": {"schema": schema}},
+        "content": {"application/json": {"schema": component(answer.__name__)}},
     }
     return {**found, "headers": headers} if headers else found

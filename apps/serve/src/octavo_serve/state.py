@@ -14,12 +14,15 @@ from octavo_serve.auth import Keys
 from octavo_serve.config import ServeConfig
 from octavo_serve.errors import ApiError
 from octavo_serve.limits import Limits
+from octavo_serve.loading import UNKNOWN_RETRY_SECONDS, LoadProgress, load_progress
 from octavo_serve.messages import HttpMessage
 from octavo_serve.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from enginecore import AsyncEngine, Frontend, Request, RequestStream
     from octavo_serve.span_export import Traces
+
+_LOADING = "the model is loading"
 
 
 class ServerState:
@@ -65,8 +68,26 @@ class ServerState:
             return self.refusal
         if not self.engine.is_ready:
             down = next(iter(self.engine.ranks_down.values()), "no rank is up")
-            return f"the engine is being started again: {down}"
+            progress = "" if self.progress is None else f"; {self.progress}"
+            return f"the engine is being started again: {down}{progress}"
         return None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model has not been loaded yet, and is going to be."""
+        return self.engine.error is None and not self.draining and not self.engine.takes_requests
+
+    @property
+    def progress(self) -> LoadProgress | None:
+        """Progress of ranks that load the model, None if none does."""
+        return load_progress(self.engine.ranks_loading)
+
+    def unavailable(self, reason: str) -> ApiError:
+        """Return the error (503) of a request that cannot be taken for `reason`, and when to try again."""
+        if not self.is_loading:
+            return ApiError(503, reason)
+        seconds = UNKNOWN_RETRY_SECONDS if self.progress is None else self.progress.retry_after()
+        return ApiError(503, reason, code="model_loading", headers={"Retry-After": str(seconds)})
 
     @property
     def refusal(self) -> str | None:
@@ -76,13 +97,13 @@ class ServerState:
         if self.draining:
             return "the server is shutting down"
         if not self.engine.takes_requests:
-            return "the model is loading"
+            return _LOADING if self.progress is None else f"{_LOADING}: {self.progress}"
         return None
 
     def require_ready(self) -> None:
         """Raise ApiError (503) if no request can be taken now."""
         if self.refusal is not None:
-            raise ApiError(503, self.refusal)
+            raise self.unavailable(self.refusal)
 
     @property
     def frontend(self) -> "Frontend":
@@ -93,7 +114,7 @@ class ServerState:
         """
         frontend = self.engine.frontend
         if self.refusal is not None or frontend is None:
-            raise ApiError(503, self.refusal or "the model is loading")
+            raise self.unavailable(self.refusal or _LOADING)
         return frontend
 
     @property
@@ -107,7 +128,7 @@ class ServerState:
         """The longest prompt plus output, in tokens. Raises ApiError (503) as `frontend` does."""
         limits = self.frontend.limits
         if limits is None:
-            raise ApiError(503, "the model is loading")
+            raise self.unavailable(_LOADING)
         return limits.max_model_len
 
     @asynccontextmanager

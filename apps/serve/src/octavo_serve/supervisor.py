@@ -13,7 +13,16 @@ from queue import SimpleQueue
 
 import msgspec
 
-from enginecore import EngineConfig, RankDown, RankEvent, RankOut, RankSupervisor, __version__, logs
+from enginecore import (
+    EngineConfig,
+    RankDown,
+    RankEvent,
+    RankLoading,
+    RankOut,
+    RankSupervisor,
+    __version__,
+    logs,
+)
 from enginecore.errors import ModelError
 from enginecore.threads import user_environment
 from octavo_serve.config import ServeConfig
@@ -122,7 +131,9 @@ class Supervisor:
         self._server = server
         self._told: SimpleQueue[_Told] = SimpleQueue()
         self._last: dict[int, RankEvent] = {}
-        """The newest event of each rank, for HTTP processes that are started later."""
+        """The newest change of each rank, for HTTP processes that are started later."""
+        self._loading: dict[int, RankLoading] = {}
+        """Progress of ranks that start, for them too."""
         self._processes: list[_HttpProcess] = []
         self._number = 0
         self._began = int(time.time())
@@ -178,9 +189,13 @@ class Supervisor:
                 self._on_rank(told)
 
     def _on_rank(self, event: RankEvent) -> None:
-        # Suspects concern the front-ends of that moment only.
-        kept = msgspec.structs.replace(event, suspects=[]) if isinstance(event, RankDown) else event
-        self._last[event.rank] = kept
+        if isinstance(event, RankLoading):
+            self._loading[event.rank] = event
+        else:
+            self._loading.pop(event.rank, None)
+            # Suspects concern the front-ends of that moment only.
+            kept = msgspec.structs.replace(event, suspects=[]) if isinstance(event, RankDown) else event
+            self._last[event.rank] = kept
         for process in self._processes:
             if self._serves or process.index == 0:
                 process.tell(event)
@@ -195,7 +210,7 @@ class Supervisor:
                 self._tell_all(process)
 
     def _tell_all(self, process: _HttpProcess) -> None:
-        for event in self._last.values():
+        for event in (*self._last.values(), *self._loading.values()):
             process.tell(event)
 
     def _on_http_end(self, process: _HttpProcess) -> int | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginecore.frontend.stream import RequestStream
     from enginecore.llm import LLM
     from enginecore.logits_processors import LogitsProcessor, Positions
-    from enginecore.messages import RankDown, RankEvent, RankOut, RankUp
+    from enginecore.messages import RankDown, RankEvent, RankLoading, RankOut, RankUp
     from enginecore.outputs import (
         CompletionOutput,
         EmbeddingRequestOutput,
@@ -57,6 +57,7 @@ _HOMES = {
     "Prompt": "frontend.request",
     "RankDown": "messages",
     "RankEvent": "messages",
+    "RankLoading": "messages",
     "RankOut": "messages",
     "RankSupervisor": "core.supervisor",
     "RankUp": "messages",
@@ -91,6 +92,7 @@ __all__ = [
     "Prompt",
     "RankDown",
     "RankEvent",
+    "RankLoading",
     "RankOut",
     "RankSupervisor",
     "RankUp",

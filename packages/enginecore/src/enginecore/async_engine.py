@@ -28,7 +28,15 @@ from enginecore.frontend.request import Request
 from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput, as_prompts
-from enginecore.messages import EngineLimits, EngineStats, Outputs, RankEvent, ResetPrefixCache
+from enginecore.messages import (
+    EngineLimits,
+    EngineStats,
+    Outputs,
+    RankChange,
+    RankEvent,
+    RankLoading,
+    ResetPrefixCache,
+)
 from enginecore.metrics import PREFIX, Metrics
 from enginecore.model_files import locate
 from enginecore.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -116,6 +124,10 @@ class AsyncEngine:
         self._ranks: RankSource = ranks or RankSupervisor(config)
         self._boards: dict[int, Board] = {}
         self._dispatcher: Dispatcher | None = None
+        self.ranks_loading: dict[int, RankLoading] = {}
+        """Progress of the ranks that start, or start again."""
+        self._early: list[RankChange] = []
+        """What has become of ranks while there is no dispatcher yet."""
         self._starting: asyncio.Task[EngineLimits] | None = None
         self._stopping = False
 
@@ -323,6 +335,8 @@ class AsyncEngine:
 
     async def _start(self) -> EngineLimits:
         loop = asyncio.get_running_loop()
+        # Before the tokenizer is read, so that progress shows meanwhile.
+        self._ranks.listen(lambda event: _call_soon(loop, self._take, event))
         try:
             frontend = await asyncio.to_thread(self._load_frontend)
             dispatcher = Dispatcher(
@@ -340,7 +354,9 @@ class AsyncEngine:
                 dispatcher.watch(True)
             dispatcher.on_change = self._on_change
             dispatcher.on_failure = self._end
-            self._ranks.listen(lambda event: _call_soon(loop, dispatcher.take, event))
+            early, self._early = self._early, []
+            for event in early:
+                dispatcher.take(event)
             limits = await dispatcher.ready()
         except OctavoError as error:
             self.error = str(error)
@@ -349,6 +365,16 @@ class AsyncEngine:
         self.metrics.loaded(self.config, limits)
         self.frontend = frontend
         return limits
+
+    def _take(self, event: RankEvent) -> None:
+        if isinstance(event, RankLoading):
+            self.ranks_loading[event.rank] = event
+            return
+        self.ranks_loading.pop(event.rank, None)
+        if self._dispatcher is None:
+            self._early.append(event)
+        else:
+            self._dispatcher.take(event)
 
     def _load_frontend(self) -> Frontend:
         files = locate(self.config.model, self.config.revision, self.config.hf_overrides)

@@ -274,10 +274,31 @@ class Ready(msgspec.Struct, tag="ready"):
     """Of the workers on this host that are processes of their own."""
 
 
+class Loading(msgspec.Struct, tag="loading"):
+    """Core to who started it: the part of its start that it is at, and how much of it is done."""
+
+    phase: str
+    """In a few words, such as "reading weights"."""
+    done: int = 0
+    """Tensors loaded so far."""
+    total: int = 0
+    """Of so many; 0 where there is nothing to count."""
+
+
 class Failed(msgspec.Struct, tag="failed"):
     """Core to who started it: it cannot go on; `message` says why in one line."""
 
     message: str
+
+
+class RankLoading(msgspec.Struct, tag="loading"):
+    """Supervisor to front-end: how far a rank is that starts, or starts again."""
+
+    rank: int
+    incarnation: int
+    began: float
+    """When it was started, in seconds of the host's monotonic clock."""
+    progress: Loading
 
 
 class RankUp(msgspec.Struct, tag="up"):
@@ -311,4 +332,5 @@ class RankOut(msgspec.Struct, tag="out"):
     """Whether it has ever loaded the model."""
 
 
-RankEvent = RankUp | RankDown | RankOut
+RankChange = RankUp | RankDown | RankOut
+RankEvent = RankLoading | RankChange

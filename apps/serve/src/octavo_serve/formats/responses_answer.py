@@ -15,6 +15,8 @@ from octavo_serve.errors import ApiError
 from octavo_serve.formats.blocks import Block, Blocks, Change, Closed, Grew, Opened
 from octavo_serve.formats.responses_body import ResponsesBody
 
+_CUT = ("length", "abort")
+"""Finish reasons of answers that might have gone on."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -56,6 +58,8 @@ class ResponseEvents:
         self._output_tokens = self._cached_tokens = 0
         self._logprobs: list[dict[str, Any]] = []
         self._items: list[dict[str, Any]] = []
+        self._item_status = "completed"
+        """Of an item that ends."""
         self._started = False
         self._ended = False
 
@@ -102,8 +106,10 @@ class ResponseEvents:
         if self._ended:
             return []
         self._ended = True
-        held = [*self._blocks.push(self._deltas.finish()), *self._blocks.finish()]
-        events = self._told(held, [])
+        events = self._told(self._blocks.push(self._deltas.finish()), [])
+        # Only the item that is still open can have been cut.
+        self._item_status = "incomplete" if sample.finish_reason in _CUT else "completed"
+        events += self._told(self._blocks.finish(), [])
         ending = _ending(sample.finish_reason, self._items)
         whole = {**_shell(self._asked), **ending, "output": self._items, "usage": self.usage()}
         self._keep(whole)
@@ -134,7 +140,7 @@ class ResponseEvents:
         return events
 
     def _closed(self, block: Block) -> list[bytes]:
-        item, at = _item(self._asked, block, "completed", self._logprobs), self._place(block)
+        item, at = _item(self._asked, block, self._item_status, self._logprobs), self._place(block)
         self._items.append(item)
         if block.kind == "text":
             part = item["content"][0]
@@ -176,7 +182,7 @@ def _item(asked: Asked, block: Block, status: str, logprobs: list[dict[str, Any]
     """Return a block as an item of the response's output."""
     own = {"id": _item_id(asked, block)}
     if block.kind == "text":
-        content = [_text_part(block.text, logprobs)] if status == "completed" else []
+        content = [] if status == "in_progress" else [_text_part(block.text, logprobs)]
         return {**own, "type": "message", "role": "assistant", "status": status, "content": content}
     if block.kind == "reasoning":
         content = [{"type": "reasoning_text", "text": block.text}] if block.text else []
@@ -198,7 +204,7 @@ def _logprobs(asked: Asked, sample: CompletionOutput) -> list[dict[str, Any]]:
 
 def _ending(finish_reason: str | None, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the status; an answer that was cut says so, and so does its last item."""
-    if finish_reason not in ("length", "abort"):
+    if finish_reason not in _CUT:
         return {"status": "completed"}
     if items and "status" in items[-1]:
         items[-1]["status"] = "incomplete"

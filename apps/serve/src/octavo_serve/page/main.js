@@ -29,6 +29,7 @@ function onState(state, wrongKey) {
     at("key-error").textContent = wrongKey ? "This is not the server's key." : "";
     if (!at("key-dialog").open) at("key-dialog").showModal();
   }
+  showProgress(null);
   unwatch = null;
   watch();
 }
@@ -48,13 +49,26 @@ document.addEventListener("visibilitychange", () => {
 });
 
 function onFrame(frame) {
-  say(frame.trouble ? "trouble" : "ready", frame.trouble ?? "ready");
+  const loading = frame.max_model_len === null ? frame.loading : null;
+  if (loading) say("waiting", `loading: ${loading.phase}`);
+  else say(frame.trouble ? "trouble" : "ready", frame.trouble ?? "ready");
+  showProgress(loading);
   const context = frame.max_model_len ? `, context ${frame.max_model_len.toLocaleString("en")} tokens` : "";
   const model = `${frame.models[0].split("/").at(-1)}${context}`;
   if (at("model").textContent !== model) at("model").textContent = model;
   at("model").title = frame.models.join(", ");
   at("uptime").textContent = `version ${frame.version}`;
   view.take(frame);
+}
+
+// Beside the state, which is read aloud whenever it changes.
+function showProgress(loading) {
+  at("load").hidden = at("load-facts").hidden = !loading;
+  if (!loading) return;
+  const { percent, elapsed_seconds: seconds } = loading;
+  if (percent === null) at("load").removeAttribute("value");
+  else at("load").value = percent;
+  at("load-facts").textContent = `${percent === null ? "" : `${percent} %, `}${Math.round(seconds)} s`;
 }
 
 at("key-form").addEventListener("submit", () => connection.useKey(at("key").value));

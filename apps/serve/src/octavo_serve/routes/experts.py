@@ -11,8 +11,7 @@ from octavo_serve.routes.requests import server_of
 async def expert_loads(request: Request) -> Response:
     """Return how many tokens went to each expert of each layer, as `tools/expert_placement.py` reads it."""
     server = server_of(request)
-    if server.refusal is not None:
-        raise ApiError(503, server.refusal)
+    server.require_ready()
     loads = await server.engine.expert_loads()
     if loads is None:
         raise ApiError(404, "the model has no experts")

@@ -4,15 +4,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import enginecore
-from octavo_serve.errors import ApiError
 from octavo_serve.routes.requests import server_of
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 when requests are run, "degraded" where some ranks are down; 503 when no rank is up."""
+    """Answer 200 when requests are run, "degraded" where some ranks are down; 503 when no rank is up.
+
+    While ranks load the model, `loading` tells their progress.
+    """
     server = server_of(request)
     if server.trouble is not None:
-        raise ApiError(503, server.trouble)
+        error, progress = server.unavailable(server.trouble), server.progress
+        loading = {} if progress is None else {"loading": progress.members()}
+        return JSONResponse({**error.answer(), **loading}, error.status, error.headers)
     down = {str(rank): reason for rank, reason in server.engine.ranks_down.items()}
     return JSONResponse({"status": "degraded", "ranks_down": down} if down else {"status": "ok"})
 

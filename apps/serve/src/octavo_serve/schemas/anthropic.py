@@ -33,11 +33,17 @@ class ThinkingBlock(msgspec.Struct, tag="thinking"):
 
 
 class ToolUseBlock(msgspec.Struct, tag="tool_use"):
-    """A call of a tool; arguments that were cut are the text that they are."""
+    """A call of a tool; `input` is {} where the arguments were cut, and in streams, whose deltas bring it."""
 
     id: str
     name: str
-    input: Any
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+"""Discriminated by `type`."""
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(msgspec.Struct):
@@ -56,8 +62,8 @@ class Message(msgspec.Struct):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    content: list[ContentBlock]
+    stop_reason: StopReason
     stop_sequence: str | None
     usage: MessageUsage
 

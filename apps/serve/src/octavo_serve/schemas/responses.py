@@ -1,6 +1,6 @@
 """Answers of OpenAI's Responses API."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -70,19 +70,25 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens", "server_shutdown"]
 
 
-class Response(msgspec.Struct):
-    """The answer of /v1/responses."""
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+"""Discriminated by `type`."""
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseFields(msgspec.Struct, kw_only=True):
+    """Fields of a response at every stage."""
 
     id: str
     object: Literal["response"]
     created_at: int
     model: str
-    status: Literal["completed", "incomplete"]
-    output: list[OutputMessage | OutputReasoning | OutputCall]
-    usage: ResponseUsage
     background: bool
-    error: None
-    incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -97,6 +103,36 @@ class Response(msgspec.Struct):
     top_p: float | None
     truncation: Literal["disabled"]
     user: str | None
+
+
+class Response(ResponseFields, kw_only=True):
+    """The answer of /v1/responses."""
+
+    status: Literal["completed", "incomplete"]
+    output: list[OutputItem]
+    usage: ResponseUsage
+    error: None
+    incomplete_details: IncompleteDetails | None
+
+
+class BegunResponse(ResponseFields, kw_only=True):
+    """A response of which nothing is generated yet."""
+
+    status: Literal["in_progress"]
+    output: Annotated[list[OutputItem], msgspec.Meta(max_length=0)]
+    usage: None
+    error: None
+    incomplete_details: None
+
+
+class FailedResponse(ResponseFields, kw_only=True):
+    """A response that the server gave up, with the items that were complete."""
+
+    status: Literal["failed"]
+    output: list[OutputItem]
+    usage: None
+    error: ResponseError
+    incomplete_details: None
 
 
 class DeletedResponse(msgspec.Struct):

@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from octavo_serve.schemas.openai import Error
+
 
 class Tokens(msgspec.Struct):
     """The answer of /tokenize."""
@@ -26,6 +28,21 @@ class Health(msgspec.Struct):
 
     status: Literal["ok", "degraded"]
     ranks_down: dict[str, str] | UnsetType = UNSET
+
+
+class LoadProgress(msgspec.Struct):
+    """Progress of the rank that has come the least far, of `ranks_loading`; `percent` is of its tensors."""
+
+    phase: str
+    percent: int | None
+    elapsed_seconds: float
+    ranks_loading: int
+
+
+class Unhealthy(Error):
+    """Why no request is run, and the progress of ranks that load the model."""
+
+    loading: LoadProgress | UnsetType = UNSET
 
 
 class Version(msgspec.Struct):

@@ -41,7 +41,7 @@ from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, LoadReport, RankPlace
 from enginecore.data_parallel.prefixes import all_keys, kv_events, request_salt
 from enginecore.errors import ContextLengthError, EngineDeadError, NoTokenError
-from enginecore.executor.executor import Executor, OnLoaded, make_executor
+from enginecore.executor.executor import Executor, OnLoaded, OnPhase, make_executor
 from enginecore.executor.step import NOT_FINITE, SampledTokens, StepInput, StepOutput, empty_step
 from enginecore.messages import (
     STEP_BOUNDS,
@@ -78,10 +78,12 @@ def start_core(
     meeting: Meeting | None = None,
     board: Board | None = None,
     on_loaded: OnLoaded | None = None,
+    on_phase: OnPhase = lambda phase: None,
 ) -> "EngineCore":
     """Import plug-ins, start the workers, and return a core once they are ready.
 
-    `on_loaded` is told of weights as they are read. `board` is where other processes see what it does.
+    `on_loaded` is told of weights as they are read, `on_phase` which part of starting begins. `board` is
+    where other processes see what it does.
 
     Raises:
         ConfigError: a plug-in or the policy cannot be had, before anything is started; or as `make_executor`.
@@ -90,7 +92,9 @@ def start_core(
     import_all(config.plugins, config.plugin_path)
     policy = make_policy(config)
     lockstep = Lockstep(place.rank) if config.shares_experts else None
-    executor = make_executor(config, files, place=place, meeting=meeting, on_loaded=on_loaded)
+    executor = make_executor(
+        config, files, place=place, meeting=meeting, on_loaded=on_loaded, on_phase=on_phase
+    )
     return EngineCore(config, executor, policy, board=board, lockstep=lockstep)
 
 

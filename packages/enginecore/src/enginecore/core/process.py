@@ -1,8 +1,8 @@
 """The engine core in a process of its own, behind a ZMQ socket.
 
 Started as `python -m enginecore.core.process` with its settings on standard input; who started it keeps that
-pipe open, and when it closes, because that ended in whatever way, so does this process. It reports `Ready` or
-`Failed` as a line of JSON on standard output, and `Failed` as another if later it ends.
+pipe open, and when it closes, because that ended in whatever way, so does this process. On standard output it
+reports lines of JSON: `Loading` while it starts, then `Ready` or `Failed`, and `Failed` if later it ends.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from enginecore.messages import (
     Failed,
     FollowPrefixes,
     FrontendMessage,
+    Loading,
     Outputs,
     Ready,
     ReportExpertLoads,
@@ -218,7 +219,7 @@ def main() -> int:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(settings.address)
     try:
-        core, link = _start(settings, board)
+        core, link = _start(settings, board, _LoadReports(status))
     except (OctavoError, MemoryError) as error:
         _report(status, Failed(f"{error}" or type(error).__name__))
         return 2
@@ -239,14 +240,40 @@ def main() -> int:
         return 3
 
 
-def _start(settings: CoreSettings, board: Board) -> tuple[EngineCore, RankLink | None]:
+class _LoadReports:
+    """Tells who started this process how far it is, weights by the percent."""
+
+    def __init__(self, status: BinaryIO) -> None:
+        self._status = status
+        self._now = Loading("")
+
+    def begin(self, phase: str) -> None:
+        """Tell of the next part; counts of tensors stay until all are loaded."""
+        whole = self._now.done == self._now.total
+        self._tell(Loading(phase) if whole else msgspec.structs.replace(self._now, phase=phase))
+
+    def loaded(self, done: int, total: int) -> None:
+        """Tell how many tensors are loaded, and of how many."""
+        if self._now.total != total or 100 * done // total != 100 * self._now.done // total:
+            self._tell(Loading(self._now.phase, done, total))
+
+    def _tell(self, now: Loading) -> None:
+        self._now = now
+        _report(self._status, now)
+
+
+def _start(settings: CoreSettings, board: Board, reports: _LoadReports) -> tuple[EngineCore, RankLink | None]:
+    reports.begin("importing libraries")
     # Only now what takes seconds to import: the front-end may end meanwhile.
     from enginecore.core.engine_core import start_core
 
     config, place = settings.config, settings.place
+    reports.begin("finding the model's files")
     files = locate(config.model, config.revision, config.hf_overrides)
     if settings.coordinator is None:
-        return start_core(config, files, place=place, board=board), None
+        return start_core(
+            config, files, place=place, board=board, on_loaded=reports.loaded, on_phase=reports.begin
+        ), None
     from enginecore.data_parallel.link import RankLink
     from enginecore.data_parallel.meeting import Meeting
 
@@ -261,12 +288,20 @@ def _start(settings: CoreSettings, board: Board) -> tuple[EngineCore, RankLink |
     )
     link = RankLink(settings.coordinator, registration)
     meeting = Meeting(link, place, config.distributed_timeout_seconds)
-    core = start_core(config, files, place=place, meeting=meeting, board=board)
+    core = start_core(
+        config,
+        files,
+        place=place,
+        meeting=meeting,
+        board=board,
+        on_loaded=reports.loaded,
+        on_phase=reports.begin,
+    )
     link.register(msgspec.structs.replace(registration, num_blocks=core.limits.num_blocks))
     return core, link
 
 
-def _report(status: BinaryIO, message: Ready | Failed) -> None:
+def _report(status: BinaryIO, message: Loading | Ready | Failed) -> None:
     status.write(msgspec.json.encode(message) + b"\n")
     status.flush()
 

@@ -14,14 +14,14 @@ import msgspec
 
 from enginecore.core.board import Board
 from enginecore.core.settings import CoreSettings
-from enginecore.messages import Failed, Ready
+from enginecore.messages import Failed, Loading, Ready
 from enginecore.threads import user_environment
 
 COMMAND = (sys.executable, "-P", "-m", "enginecore.core.process")
 """-P: files in the working folder are not taken for libraries of their names."""
 
 _SECONDS_TO_END = 3.0
-_MESSAGE = msgspec.json.Decoder(Ready | Failed)
+_MESSAGE = msgspec.json.Decoder(Loading | Ready | Failed)
 
 
 class RankProcess:
@@ -31,6 +31,9 @@ class RankProcess:
         self.address = settings.address
         self.place = settings.place
         self.board = Board(Path(settings.board))
+        self.began = time.monotonic()
+        self.loading = Loading("starting the engine")
+        """How far its start is, or was."""
         self.ready: Ready | None = None
         """Set once it has loaded the model."""
         self.failure: str | None = None
@@ -67,11 +70,14 @@ class RankProcess:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             message = _MESSAGE.decode(line)
-            if isinstance(message, Failed):
-                self.failure = message.message
-            else:
-                self.ready = message
-                self._workers = _descriptors(message.pids)
+            match message:
+                case Loading():
+                    self.loading = message
+                case Failed():
+                    self.failure = message.message
+                case Ready():
+                    self.ready = message
+                    self._workers = _descriptors(message.pids)
         return bool(data)
 
     def kill(self, reason: str) -> None:

@@ -25,7 +25,7 @@ from enginecore.core.rank_process import RankProcess
 from enginecore.core.settings import CoreSettings
 from enginecore.data_parallel.connection import read_key, tcp_address
 from enginecore.data_parallel.messages import CoordinatorAddress, RankPlace
-from enginecore.messages import EngineLimits, RankDown, RankEvent, RankOut, RankUp
+from enginecore.messages import EngineLimits, RankDown, RankEvent, RankLoading, RankOut, RankUp
 from enginecore.private_folder import private_folder
 
 logger = logging.getLogger(__name__)
@@ -181,6 +181,7 @@ class RankSupervisor:
         )
         state.process = RankProcess(settings)
         self._selector.register(state.process, selectors.EVENT_READ, state)
+        self._tell_loading(place, state.process)
 
     @property
     def _rows(self) -> int:
@@ -201,7 +202,10 @@ class RankSupervisor:
         process = state.process
         if process is None:  # ended meanwhile, with another rank
             return
+        before = process.loading
         goes_on = process.read()
+        if process.ready is None and process.loading is not before:
+            self._tell_loading(state.place, process)
         if process.ready is not None and not state.is_up:
             state.is_up = True
             state.limits = state.limits or process.ready.limits
@@ -255,6 +259,9 @@ class RankSupervisor:
             place = state.place
             found = [split_handle(handle) for handle in suspects]
             self._tell(RankDown(place.rank, place.incarnation, reason, found, alone))
+
+    def _tell_loading(self, place: RankPlace, process: RankProcess) -> None:
+        self._tell(RankLoading(place.rank, place.incarnation, process.began, process.loading))
 
     def _give_up(self, group: Iterable[_Rank], reason: str) -> None:
         for state in group:

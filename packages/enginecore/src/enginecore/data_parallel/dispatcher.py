@@ -27,8 +27,8 @@ from enginecore.messages import (
     FrontendMessage,
     KVEvents,
     Outputs,
+    RankChange,
     RankDown,
-    RankEvent,
     RankOut,
     RankUp,
     ReportExpertLoads,
@@ -150,7 +150,7 @@ class Dispatcher:
         assert limits is not None, "a rank that is up has told its limits"
         return limits
 
-    def take(self, event: RankEvent) -> None:
+    def take(self, event: RankChange) -> None:
         """Take in what has become of a rank."""
         match event:
             case RankUp():

@@ -24,7 +24,7 @@ from enginecore.config import EngineConfig
 from enginecore.data_parallel.meeting import Meeting
 from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import ConfigError, EngineDeadError, ModelError, OctavoError, WorkerDied
-from enginecore.executor.executor import OnLoaded, depth
+from enginecore.executor.executor import OnLoaded, OnPhase, depth
 from enginecore.executor.link import CoreEnd, LinkError
 from enginecore.executor.messages import (
     CountExperts,
@@ -109,6 +109,7 @@ class DistributedExecutor:
         meeting: Meeting | None = None,
         rendezvous: str = "",
         on_loaded: OnLoaded | None = None,
+        on_phase: OnPhase = lambda phase: None,
     ) -> None:
         """Bring up the workers, one for each rank in order, and return when all are ready.
 
@@ -121,6 +122,7 @@ class DistributedExecutor:
         """
         self._workers = workers
         self._on_loaded = on_loaded
+        self._on_phase = on_phase
         self._place = place
         self._all_ranks = config.data_parallel_size * len(workers)
         self._timeout = config.distributed_timeout_seconds
@@ -290,6 +292,8 @@ class DistributedExecutor:
                 self._loads[worker.rank] = message
             case Progress(text=text):
                 logger.info("%s: %s", self._name(worker), text)
+                if worker.rank == 0:
+                    self._on_phase(text)
             case Loaded(done=done, total=total):
                 if self._on_loaded is not None:
                     self._on_loaded(done, total)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 OnLoaded = Callable[[int, int], object]
 """Is told how many of a rank's tensors are loaded, and of how many."""
+OnPhase = Callable[[str], object]
+"""Is told, in a few words, which part of starting begins."""
 
 
 class Executor(Protocol):
@@ -86,11 +88,12 @@ def make_executor(
     place: RankPlace = ALONE,
     meeting: Meeting | None = None,
     on_loaded: OnLoaded | None = None,
+    on_phase: OnPhase = lambda phase: None,
 ) -> Executor:
     """Start the workers and return once they are ready.
 
     The ranks of a host divide its devices, cores and memory by `place`. `meeting` is for ranks that share
-    experts. `on_loaded` is told of the first worker's weights as they are read.
+    experts. `on_loaded` is told of the first worker's weights as they are read, `on_phase` how far it is.
 
     Raises:
         ConfigError: a device is not there, the cache does not fit, the system is not Linux, Ray is asked for
@@ -101,9 +104,10 @@ def make_executor(
     backend = _backend(config)
     if backend == "inproc":
         prepare_threads(place.local_count)
+        on_phase("importing torch")
         from enginecore.executor.inproc import InprocExecutor
 
-        return InprocExecutor(config, files, place, on_loaded)
+        return InprocExecutor(config, files, place, on_loaded, on_phase)
     if sys.platform != "linux":
         raise ConfigError(f"worker processes need Linux, this is {sys.platform}: use one rank, inproc")
     _check_cuts(config, files)
@@ -117,6 +121,7 @@ def make_executor(
         rendezvous = "" if meeting.is_first else meeting.address()
     from enginecore.executor.distributed import DistributedExecutor
 
+    on_phase("starting the workers")
     if backend == "ray":
         from enginecore.executor.ray_cluster import join_cluster, start_actors
 
@@ -134,6 +139,7 @@ def make_executor(
         meeting=meeting,
         rendezvous=rendezvous,
         on_loaded=on_loaded,
+        on_phase=on_phase,
     )
 
 

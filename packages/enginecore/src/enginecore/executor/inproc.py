@@ -8,7 +8,7 @@ import torch
 from enginecore.config import EngineConfig
 from enginecore.data_parallel.messages import ALONE, RankPlace
 from enginecore.errors import EngineDeadError
-from enginecore.executor.executor import OnLoaded, depth
+from enginecore.executor.executor import OnLoaded, OnPhase, depth
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.model_files import ModelFiles
 from enginecore.worker.runner.runner import PendingOutput
@@ -27,12 +27,18 @@ class InprocExecutor:
         files: ModelFiles,
         place: RankPlace = ALONE,
         on_loaded: OnLoaded | None = None,
+        on_phase: OnPhase = lambda phase: None,
     ) -> None:
         device = pick_device(config.device, place.local_index)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._worker: Worker | None = Worker(
-            config, files, device=device, local_size=place.local_count, on_loaded=on_loaded
+            config,
+            files,
+            device=device,
+            local_size=place.local_count,
+            on_phase=on_phase,
+            on_loaded=on_loaded,
         )
         self._pending: deque[PendingOutput] = deque()
         self.limits = self._worker.limits

@@ -63,7 +63,7 @@ class Listening(msgspec.Struct, tag="listening", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
-    """Worker to core: a part of starting is done."""
+    """Worker to core: a part of starting begins."""
 
     text: str
 

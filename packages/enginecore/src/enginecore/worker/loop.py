@@ -46,6 +46,7 @@ def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     shares, rank = config.shares_experts, settings.rank
+    send(Progress("connecting the ranks"))
     comms = make_communicators(
         Grid(dp=config.data_parallel_size if shares else 1, pp=settings.pp, tp=settings.tp),
         settings.place.rank * config.world_size + rank if shares else rank,
@@ -54,14 +55,13 @@ def _load(settings: WorkerSettings, send: Send, listener: socket.socket | None) 
         backend="gloo" if device.type == "cpu" else "nccl",
         timeout=config.distributed_timeout_seconds,
     )
-    send(Progress("communicators connected"))
     return Worker(
         config,
         locate(config.model, config.revision, config.hf_overrides),
         comms,
         device=device,
         local_size=settings.local_size,
-        progress=lambda text: send(Progress(text)),
+        on_phase=lambda text: send(Progress(text)),
         on_loaded=_percents(send) if settings.rank == 0 else None,
     )
 

@@ -68,13 +68,14 @@ class Worker:
         *,
         device: torch.device | None = None,
         local_size: int = 1,
-        progress: Callable[[str], None] = lambda _: None,
+        on_phase: Callable[[str], object] = lambda phase: None,
         on_loaded: Callable[[int, int], object] | None = None,
     ) -> None:
         """Load the model; all ranks of `comms` do so together, and agree on the size of their caches.
 
         `local_size` ranks share this host's memory. `device` is the one that `config` names if None.
-        `progress` is told what is done, in a few words; `on_loaded` how many tensors are loaded, of how many.
+        `on_phase` is told, in a few words, which part of that begins; `on_loaded` how many tensors are
+        loaded, of how many.
         """
         self.device = device or pick_device(config.device)
         on_cpu = self.device.type == "cpu"
@@ -95,17 +96,22 @@ class Worker:
             memory = host_memory(part.planned, config, self.dtype, weights, local_size)
             logger.info("memory: %s", memory)
             size = sizing.agree(cpu_bytes(config, memory))
-        self._model = part.load(files, self.device, config.quantization, on_loaded)
-        progress("weights loaded")
+        on_phase("preparing kernels")
+        backend_name(self.device)  # compiles those of a CPU, if they are not there yet
+        on_phase("reading weights")
+        self._model = part.load(files, self.device, config.quantization, on_loaded, on_phase)
+        if comms.world.size > 1:
+            on_phase("waiting for the other ranks")
         comms.world.barrier()  # so that what others still load does not count as free
         if not on_cpu:
+            on_phase("measuring memory")
             limits = _step_limits(config, part.max_positions, self.device)
             needed = self._measured_bytes(config, part.layout, limits)
             size = sizing.agree(cuda_bytes(config, self.device, needed))
         self.limits = _engine_limits(config, part.spec, size, self.device, self.dtype)
-        self._runner = self._make_runner(config, comms, part.layout, size, processors, files)
+        on_phase(f"allocating a KV cache of {size.num_blocks} blocks")
+        self._runner = self._make_runner(config, comms, part.layout, size, processors, files, on_phase)
         self._log_start(files, part.layout, size, sizing.reason, config.quantization)
-        progress(f"KV cache of {size.num_blocks} blocks allocated")
 
     def _make_runner(
         self,
@@ -115,10 +121,12 @@ class Worker:
         size: CacheSize,
         processors: list[Registered],
         files: ModelFiles,
+        on_phase: Callable[[str], object],
     ) -> Runner:
         cache = allocate(layout, size.num_blocks, self.device)
         program = None
         if not config.enforce_eager:
+            on_phase("recording the layers")
             limits = _step_limits(config, size.max_model_len, self.device)
             program = layer_program(self._model, cache, self.dtype, limits)
         return Runner(
@@ -241,6 +249,7 @@ class _Part:
         device: torch.device,
         quantization: Quantization | None,
         on_loaded: Callable[[int, int], object] | None,
+        on_phase: Callable[[str], object],
     ) -> Decoder:
         """Return the modules with their weights; see `load_decoder`."""
         return load_decoder(
@@ -251,6 +260,7 @@ class _Part:
             device=device,
             quantization=quantization,
             on_loaded=on_loaded,
+            on_phase=on_phase,
         )
 
 

@@ -1,7 +1,7 @@
 """Iterate over the tensors of a checkpoint, with every fault named before the model is used."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,8 +15,12 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def tensors(files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(
+    files: ModelFiles, on_file: Callable[[int, int], object] = lambda number, count: None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for every tensor of the checkpoint, on the CPU, in the type it is stored in.
+
+    `on_file` is told the number of each file, from 1, and how many there are, before it is read.
 
     Raises:
         ModelError: a file or tensor is missing, cut short or not readable; the message names it.
@@ -26,7 +30,8 @@ def tensors(files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, torch.from_numpy(values)
         return
     expected = _shards(files.path)
-    for shard, names in expected.items():
+    for number, (shard, names) in enumerate(expected.items(), 1):
+        on_file(number, len(expected))
         yield from _read(shard, names)
 
 

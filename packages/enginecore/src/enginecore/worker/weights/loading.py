@@ -33,6 +33,7 @@ def load_decoder(
     max_positions: int,
     quantization: Quantization | None = None,
     on_loaded: Callable[[int, int], object] | None = None,
+    on_phase: Callable[[str], object] = lambda phase: None,
 ) -> Decoder:
     """Return the model of `files` on `device`, every parameter loaded and none left over.
 
@@ -41,7 +42,8 @@ def load_decoder(
 
     `comm` is the tensor-parallel group; `ep` and `placements` spread experts as ModelParallel says; `layers`
     is what this pipeline stage has, all of them if None. Only what this rank holds is kept.
-    `on_loaded` is told after each tensor how many are loaded, and of how many.
+    `on_loaded` is told after each tensor how many are loaded, and of how many; whoever asks for that has
+    `on_phase` told of each file, where there are several.
 
     Raises:
         ModelError: the architecture is not supported or cannot be cut for the ranks, or a tensor is missing,
@@ -53,7 +55,7 @@ def load_decoder(
     )
     check_quantization(model, device, quantization)
     packer = Packer(dtype, device, None if quantization is None else quantized_layers(model, quantization))
-    _fill(model, files, packer, on_loaded)
+    _fill(model, files, packer, on_loaded, on_phase)
     for layer in model.modules():
         if isinstance(layer, ParallelLinear | ExpertWeights):
             packer.pack(layer)  # a head that is tied to the embedding, experts of which this rank has none
@@ -90,13 +92,21 @@ def empty_decoder(
 
 @torch.no_grad()
 def _fill(
-    model: Decoder, files: ModelFiles, packer: Packer, on_loaded: Callable[[int, int], object] | None
+    model: Decoder,
+    files: ModelFiles,
+    packer: Packer,
+    on_loaded: Callable[[int, int], object] | None,
+    on_phase: Callable[[str], object],
 ) -> None:
+    def on_file(number: int, count: int) -> None:
+        if on_loaded is not None and count > 1:
+            on_phase(f"reading weights, file {number} of {count}")
+
     loaders = model.loaders()
     loaded: set[str] = set()
     layers = {name: _layer_of(loader) for name, loader in loaders.items()}
     packer.expect([layer for layer in layers.values() if layer is not None])
-    for name, tensor in checkpoint.tensors(files):
+    for name, tensor in checkpoint.tensors(files, on_file):
         if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.spec.tie_embeddings):
             continue
         try:
