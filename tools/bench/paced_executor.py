@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import enginecore.core.engine_core
+import enginecore.core.start
 from enginecore.executor.step import StepInput, StepOutput
 from enginecore.messages import EngineLimits
 
@@ -65,4 +65,4 @@ class PacedExecutor:
         self._log.close()
 
 
-enginecore.core.engine_core.make_executor = PacedExecutor  # ty: ignore[invalid-assignment]
+enginecore.core.start.make_executor = PacedExecutor  # ty: ignore[invalid-assignment]

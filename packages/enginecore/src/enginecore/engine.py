@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from enginecore.config import EngineConfig
-from enginecore.core.engine_core import start_core
+from enginecore.core.start import start_core
 from enginecore.errors import ConfigError
 from enginecore.executor.executor import runs_in_process
 from enginecore.forks import MadeHere

@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from batchsched import Committed, Finish, Scheduler
+
 
 class Drafts(NamedTuple):
     """Drafts of n rows, k each: guesses of what follows their last known token."""
@@ -31,3 +33,13 @@ class Proposer(Protocol):
         rows, of which `tokens[row, : num_tokens[row]]` are known.
         """
         ...
+
+
+def draft(proposer: Proposer, committed: Committed, scheduler: Scheduler) -> None:
+    """Give the rows that got tokens and go on drafts for their next step."""
+    last = np.flatnonzero(np.append(committed.rows[1:] != committed.rows[:-1], True)[: committed.rows.size])
+    going_on = last[committed.finished[last] == Finish.NO]
+    if going_on.size:
+        rows = committed.rows[going_on].astype(np.intp)
+        drafts = proposer.propose(rows, scheduler.tokens, scheduler.num_tokens)
+        scheduler.draft(drafts.rows, drafts.tokens)

@@ -265,7 +265,7 @@ class _LoadReports:
 def _start(settings: CoreSettings, board: Board, reports: _LoadReports) -> tuple[EngineCore, RankLink | None]:
     reports.begin("importing libraries")
     # Only now what takes seconds to import: the front-end may end meanwhile.
-    from enginecore.core.engine_core import start_core
+    from enginecore.core.start import start_core
 
     config, place = settings.config, settings.place
     reports.begin("finding the model's files")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchsched import StepPlan
-from enginecore.messages import STEP_COLUMNS, WATCHED_STEPS
+from enginecore.messages import STEP_COLUMNS, WATCHED_STEPS, StepsView
 
 IDLE, PLAN, RUN, DELIVER = range(4)
 """Phases of the core's loop, in the order of the last columns of STEP_COLUMNS."""
@@ -53,6 +53,14 @@ class StepLog:
         rows = np.array(self._rows, np.float32).reshape(-1, len(STEP_COLUMNS))
         self._rows.clear()
         return rows
+
+    def view(self, states: NDArray[np.int8] | None) -> StepsView:
+        """Return the rows since the last call, and a map of the KV cache's blocks if `states` has theirs."""
+        view = StepsView(self.drain())
+        if states is not None:
+            view.blocks = block_map(states)
+            view.totals = np.bincount(states, minlength=4).tolist()
+        return view
 
 
 def block_map(states: NDArray[np.int8]) -> NDArray[np.int8]:

@@ -1,6 +1,6 @@
 """Step records: the input that the core gives workers, and their output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,23 @@ class SampledTokens(NamedTuple):
     rows: NDArray[np.int32]
     positions: NDArray[np.int32]
     ids: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, plan: StepPlan, output: "StepOutput") -> "SampledTokens":
+        """Return what the step of `plan` has sampled."""
+        rows = plan.rows[plan.samples]
+        positions = (plan.starts + plan.counts - plan.num_drafts)[plan.samples]
+        if output.counts is not None:
+            before = np.cumsum(output.counts) - output.counts
+            offsets = np.arange(len(output.tokens)) - np.repeat(before, output.counts)
+            rows = np.repeat(rows, output.counts)
+            positions = (np.repeat(positions, output.counts) + offsets).astype(np.int32)
+        return cls(rows, positions, output.tokens)
+
+    @classmethod
+    def join(cls, parts: Sequence["SampledTokens"]) -> "SampledTokens":
+        """Return those of one or more steps, one after the other."""
+        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 class StepInput(NamedTuple):
