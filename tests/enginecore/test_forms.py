@@ -18,7 +18,7 @@ from enginecore.config import make_config
 from enginecore.executor.messages import decode_step, encode_step
 from enginecore.frontend import openai
 from enginecore.frontend.frontend import Frontend
-from enginecore.frontend.output_processor import RequestState
+from enginecore.frontend.request_state import RequestState
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.messages import AddRequest, CoreMessage, FrontendMessage, Outputs
 from enginecore.model_files import locate

@@ -15,8 +15,8 @@ from enginecore.config import make_config
 from enginecore.core.engine_core import EngineCore
 from enginecore.executor.step import StepInput
 from enginecore.frontend.frontend import Frontend
-from enginecore.frontend.output_processor import RequestState
 from enginecore.frontend.request import Prompt, Request
+from enginecore.frontend.request_state import RequestState
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.messages import AddRequest, Outputs, RowSampling
 from enginecore.model_files import locate

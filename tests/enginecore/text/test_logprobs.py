@@ -1,6 +1,6 @@
 import numpy as np
 
-from enginecore.frontend.output_processor import logprob_rows
+from enginecore.frontend.text.logprobs import logprob_rows
 from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.messages import PositionLogprobs
 from enginecore.outputs import Logprob

@@ -22,9 +22,9 @@ from enginecore.data_parallel.views import EngineWatch
 from enginecore.errors import EngineDeadError, OctavoError, RequestAbortedError
 from enginecore.forks import MadeHere
 from enginecore.frontend.frontend import Frontend
-from enginecore.frontend.output_processor import RequestState
 from enginecore.frontend.pooling import embedding_output, pair, score_outputs
 from enginecore.frontend.request import Request
+from enginecore.frontend.request_state import RequestState
 from enginecore.frontend.stream import RequestStream
 from enginecore.frontend.text.loading import load_tokenizer
 from enginecore.frontend.text.prompts import PromptInput, as_prompts

@@ -30,7 +30,8 @@ from enginecore.messages import STEP_BOUNDS, EngineLimits, EngineStats, Outputs
 from enginecore.outputs import RequestMetrics
 
 if TYPE_CHECKING:
-    from enginecore.frontend.output_processor import Processed, RequestState
+    from enginecore.frontend.output_processor import Processed
+    from enginecore.frontend.request_state import RequestState
 
 PREFIX = "octavo_"
 """Of all names, unless another is asked for; with `vllm:` the names are vLLM's."""

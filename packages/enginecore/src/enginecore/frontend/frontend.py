@@ -18,10 +18,11 @@ from enginecore.config import POLICIES, EngineConfig
 from enginecore.errors import ConfigError, ContextLengthError, RequestError
 from enginecore.frontend.guides import FIELD as GUIDE_FIELD
 from enginecore.frontend.guides import GuideReader
-from enginecore.frontend.output_processor import OutputProcessor, Processed, RequestState
+from enginecore.frontend.output_processor import OutputProcessor, Processed
 from enginecore.frontend.parsing import Thinking, load_parsers
 from enginecore.frontend.pooling import Pooler, PoolingPlan
 from enginecore.frontend.request import Prompt, Request
+from enginecore.frontend.request_state import RequestState
 from enginecore.frontend.text.chat import NO_TEMPLATE, ChatTemplate, read_template
 from enginecore.frontend.text.detokenizer import IncrementalDetokenizer
 from enginecore.frontend.text.hf_tokenizer import HFTokenizer

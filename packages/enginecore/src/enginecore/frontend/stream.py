@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self
 
-from enginecore.frontend.output_processor import RequestState
+from enginecore.frontend.request_state import RequestState
 from enginecore.outputs import RequestMetrics, RequestOutput
 
 
