@@ -1,30 +1,34 @@
 """`LLM`: a model to call from a script, with as many prompts at once as there are."""
 
 import itertools
-import operator
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack
 
-import msgspec
 import numpy as np
 
 from enginecore.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, decode_beams
+from enginecore.concurrent_calls import CallRequest, ConcurrentCalls
 from enginecore.config import EngineOptions, make_config
-from enginecore.engine import Engine, interrupts_wait, make_engine
+from enginecore.engine import make_engine
 from enginecore.errors import RequestError
 from enginecore.forks import MadeHere
-from enginecore.frontend.pooling import PoolingPlan, embedding_output, pair, score_outputs
-from enginecore.frontend.request import Prompt, Request
+from enginecore.frontend.pooling import embedding_output, pair, score_outputs
+from enginecore.frontend.request import Prompt
 from enginecore.frontend.text.hf_tokenizer import HFTokenizer
-from enginecore.frontend.text.prompts import PromptInput, as_prompts, is_token_id, without_arrays
+from enginecore.frontend.text.prompts import PromptInput, as_prompts, is_token_id
 from enginecore.metrics import Metric
 from enginecore.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from enginecore.per_prompt import (
+    Message,
+    as_conversations,
+    pooling_params_of_each,
+    priority_of_each,
+    sampling_params_of_each,
+)
 from enginecore.pooling_params import PoolingParams
-from enginecore.sampling_params import RequestOutputKind, SamplingParams
+from enginecore.sampling_params import SamplingParams
 
-Message = Mapping[str, Any]
 UseTqdm = bool | Callable[..., Any]
 
 
@@ -43,7 +47,7 @@ class LLM:
     def __init__(self, model: str = "demo", **options: Unpack[EngineOptions]) -> None:
         self.llm_engine = make_engine(make_config({"model": model, **options}))
         self._made_here = MadeHere()
-        self._calls = _ConcurrentCalls(self.llm_engine)
+        self._calls = ConcurrentCalls(self.llm_engine)
 
     def generate(
         self,
@@ -105,7 +109,7 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         prepare = self.llm_engine.frontend.prepare_chat
-        prepared = [prepare(turns, **options) for turns in _as_conversations(messages)]
+        prepared = [prepare(turns, **options) for turns in as_conversations(messages)]
         return self._run(prepared, sampling_params, use_tqdm, None)
 
     def embed(
@@ -247,12 +251,12 @@ class LLM:
         metrics, begun = self.llm_engine.metrics, list[BeamSearch]()
         with BeamSearch.counting(begun, metrics):
             while running := [search for search in searches if search.prompts]:
-                wanted = [
-                    _Wanted(prompt, params, 0, counted=False)
+                requests = [
+                    CallRequest(prompt, params, 0, counted=False)
                     for search in running
                     for prompt in search.prompts
                 ]
-                outputs = iter(self._calls.run(wanted, lambda _: None))
+                outputs = iter(self._calls.run(requests, lambda _: None))
                 begun[:] = running
                 for search in running:
                     search.advance(list(itertools.islice(outputs, len(search.prompts))))
@@ -267,10 +271,11 @@ class LLM:
         use_tqdm: UseTqdm,
         priority: int | Iterable[int] | None,
     ) -> list[RequestOutput]:
-        each = _one_for_each(self.get_default_sampling_params() if params is None else params, len(prompts))
-        priorities = _priorities(priority, len(prompts))
-        wanted = [_Wanted(*entry) for entry in zip(prompts, each, priorities, strict=True)]
-        return self._run_all(wanted, use_tqdm)
+        params = self.get_default_sampling_params() if params is None else params
+        each = sampling_params_of_each(params, len(prompts))
+        priorities = priority_of_each(priority, len(prompts))
+        requests = [CallRequest(*entry) for entry in zip(prompts, each, priorities, strict=True)]
+        return self._run_all(requests, use_tqdm)
 
     def _prepare_texts(
         self, prompts: PromptInput | Iterable[PromptInput], truncate: int | None
@@ -286,144 +291,14 @@ class LLM:
         priority: int | Iterable[int] | None,
     ) -> list[RequestOutput]:
         make_plan = self.llm_engine.frontend.pooling_plan
-        plans = [make_plan(entry) for entry in _pooling_params(params, len(prompts))]
-        priorities = _priorities(priority, len(prompts))
+        plans = [make_plan(entry) for entry in pooling_params_of_each(params, len(prompts))]
+        priorities = priority_of_each(priority, len(prompts))
         columns = prompts, [plan.sampling for plan in plans], priorities, plans
-        return self._run_all([_Wanted(*entry) for entry in zip(*columns, strict=True)], use_tqdm)
+        return self._run_all([CallRequest(*entry) for entry in zip(*columns, strict=True)], use_tqdm)
 
-    def _run_all(self, wanted: Sequence["_Wanted"], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        with _progress(use_tqdm, len(wanted)) as advance:
-            return self._calls.run(wanted, advance)
-
-
-class _Wanted(NamedTuple):
-    prompt: Prompt
-    params: SamplingParams
-    priority: int
-    pooling: PoolingPlan | None = None
-    counted: bool = True
-
-
-class _Call:
-    """One caller's requests."""
-
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-        self.outputs: dict[str, RequestOutput] = {}
-        """Final outputs by request id."""
-
-    @property
-    def finished(self) -> bool:
-        return len(self.outputs) == len(self.ids)
-
-
-class _ConcurrentCalls:
-    """Lets threads share an engine: one of those that wait for outputs steps, for all of them.
-
-    State is changed under one lock, and never while a step runs: who wants to add requests waits for the
-    step's end, and the next step waits for everybody who does.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = threading.Condition()
-        self._stepping = False
-        self._changing = 0
-        """Threads that wait for a step's end to add or abort requests."""
-        self._numbers = itertools.count()
-        self._calls: dict[str, _Call] = {}
-        """By id of an unfinished request."""
-
-    def run(self, wanted: Sequence[_Wanted], advance: Callable[[int], object]) -> list[RequestOutput]:
-        """Run all requests, or none if one cannot be run, and return their final outputs in order.
-
-        `advance` is told how many more have finished, after steps in which some have.
-        """
-        call = _Call()
-        try:
-            with self.between_steps():
-                self._add(call, wanted)
-            told = 0
-            while self._step_or_wait(call):
-                if len(call.outputs) > told:
-                    advance(len(call.outputs) - told)
-                    told = len(call.outputs)
-            advance(len(call.outputs) - told)
-            return [call.outputs[request_id] for request_id in call.ids]
-        except BaseException:
-            # An error or Ctrl-C must leave nothing running behind.
-            with self.between_steps():
-                self._abort(call)
-            raise
-
-    @contextmanager
-    def between_steps(self) -> Generator[None]:
-        """Keep steps from running: the only time in which the engine may be changed."""
-        with self._lock:
-            self._changing += 1
-            try:
-                self._lock.wait_for(lambda: not self._stepping)
-                yield
-            finally:
-                self._changing -= 1
-                self._lock.notify_all()
-
-    def _add(self, call: _Call, wanted: Sequence[_Wanted]) -> None:
-        """Add all requests, or none if one is refused; note each in `call` before it is added."""
-        try:
-            for entry in wanted:
-                request_id = str(next(self._numbers))
-                call.ids.append(request_id)
-                self._calls[request_id] = call
-                prompt, params, priority, pooling, counted = entry
-                request = Request(request_id, prompt, params, priority, pooling=pooling, counted=counted)
-                self._engine.add(request)
-        except RequestError as error:
-            self._abort(call)
-            if len(wanted) == 1:
-                raise
-            raise RequestError(f"prompt {len(call.ids) - 1}: {error}", error.param, error.code) from error
-
-    def _abort(self, call: _Call) -> None:
-        for request_id in call.ids:
-            if self._calls.pop(request_id, None) is not None:
-                self._engine.abort_request(request_id)
-
-    def _step_or_wait(self, call: _Call) -> bool:
-        """Run one step, or wait for another thread's; return whether some request of `call` is unfinished.
-
-        Raises:
-            EngineDeadError: the engine has ended, in whichever thread.
-        """
-        with self._lock:
-            self._lock.wait_for(lambda: not (self._stepping or self._changing) or call.finished)
-            if call.finished:
-                return False
-        # Ctrl-C must not keep from other threads what a step has for them.
-        with interrupts_wait():
-            self._step()
-        return True
-
-    def _step(self) -> None:
-        """Run one step and keep what has finished, unless another thread was faster."""
-        with self._lock:
-            if self._stepping or self._changing:
-                return
-            self._stepping = True
-        outputs: list[RequestOutput] = []
-        try:
-            outputs = self._engine.step()
-        finally:
-            with self._lock:
-                for output in outputs:
-                    self._keep(output)
-                self._stepping = False
-                self._lock.notify_all()
-
-    def _keep(self, output: RequestOutput) -> None:
-        call = self._calls.pop(output.request_id, None) if output.finished else None
-        if call is not None:
-            call.outputs[output.request_id] = output
+    def _run_all(self, requests: Sequence[CallRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        with _progress(use_tqdm, len(requests)) as advance:
+            return self._calls.run(requests, advance)
 
 
 @contextmanager
@@ -443,59 +318,3 @@ def _progress(use_tqdm: UseTqdm, total: int) -> Generator[Callable[[int], object
         yield bar.update
     finally:
         bar.close()
-
-
-def _as_conversations(messages: Iterable[Message] | Iterable[Sequence[Message]]) -> list[Sequence[Message]]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise RequestError(f"messages must be a list of messages, got {messages!r:.80}", "messages")
-    many = list(messages)
-    if not many or isinstance(many[0], Mapping):
-        return [cast(list[Message], many)]
-    return cast(list[Sequence[Message]], many)
-
-
-def _one_for_each(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        wanted = [params] * count
-    elif isinstance(params, Iterable):
-        wanted = list(params)
-    else:
-        raise RequestError(f"sampling_params must be SamplingParams, got {params!r:.80}", "sampling_params")
-    if len(wanted) != count:
-        raise RequestError(f"there are {count} prompts but {len(wanted)} sampling parameters")
-    for entry in wanted:
-        if not isinstance(entry, SamplingParams):
-            raise RequestError(
-                f"sampling_params must be SamplingParams, got {entry!r:.80}", "sampling_params"
-            )
-    # One result a request is all the caller sees, so intermediate ones need not be built.
-    return [_final_only(entry) for entry in wanted]
-
-
-def _pooling_params(
-    params: PoolingParams | Iterable[PoolingParams] | None, count: int
-) -> list[PoolingParams]:
-    if params is None or isinstance(params, PoolingParams):
-        return [params or PoolingParams()] * count
-    wanted = list(params) if isinstance(params, Iterable) else [params]
-    for entry in wanted:
-        if not isinstance(entry, PoolingParams):
-            raise RequestError(f"pooling_params must be PoolingParams, got {entry!r:.80}", "pooling_params")
-    if len(wanted) != count:
-        raise RequestError(f"there are {count} prompts but {len(wanted)} pooling parameters")
-    return wanted
-
-
-def _priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:
-    listed = without_arrays(priority)
-    wanted = list(listed) if isinstance(listed, Iterable) else [0 if listed is None else listed] * count
-    if len(wanted) != count:
-        raise RequestError(f"there are {count} prompts but {len(wanted)} priorities", "priority")
-    for entry in wanted:
-        if not is_token_id(entry):
-            raise RequestError(f"priority must be an integer, got {entry!r:.80}", "priority")
-    return [operator.index(entry) for entry in wanted]
-
-
-def _final_only(params: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
