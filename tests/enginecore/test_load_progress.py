@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import llama_config, save_random
 from enginecore.config import make_config
-from enginecore.core.engine_core import start_core
+from enginecore.core.start import start_core
 from enginecore.core.supervisor import RankSupervisor
 from enginecore.messages import RankEvent, RankLoading, RankUp
 from enginecore.model_files import locate
