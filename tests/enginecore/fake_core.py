@@ -50,8 +50,8 @@ def steps(count: int) -> None:
         board.end_step([], 1, 0.0)
 
 
-def fail(message: str) -> None:
-    report(Failed(message))
+def fail(message: str, *, in_scheduling: bool = False) -> None:
+    report(Failed(message, in_scheduling))
     sys.exit(3)
 
 

@@ -157,6 +157,31 @@ def test_in_a_core_process(model, capfd):
     assert "the seventh request" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_policy_that_fails_after_every_start_ends_all_requests_soon(model, caplog):
+    async def scenario():
+        engine = AsyncEngine(
+            make_config({"model": model, "scheduling_policy": "own_policies:FailsLater", **OPTIONS})
+        )
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+        async def ask(index):
+            async for _ in engine.generate("abc", params, str(index)):
+                pass
+
+        async with asyncio.timeout(120):
+            try:
+                await engine.ready()
+                return await asyncio.gather(*map(ask, range(30)), return_exceptions=True)
+            finally:
+                await engine.shutdown()
+
+    told = asyncio.run(scenario())
+    assert all("the seventh request is unlucky" in str(error) for error in told)
+    # It was started twice: five restarts take half a minute.
+    assert caplog.text.count("rank 0 has ended") == 2
+
+
 @pytest.mark.parametrize("program", ["octavo-offline", "octavo-serve"])
 def test_commands_answer_with_one_line(program, model, folder):
     arguments = ["--prompt", "a"] if program == "octavo-offline" else ["--port", "0"]

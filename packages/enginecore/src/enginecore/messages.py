@@ -289,6 +289,8 @@ class Failed(msgspec.Struct, tag="failed"):
     """Core to who started it: it cannot go on; `message` says why in one line."""
 
     message: str
+    in_scheduling: bool = False
+    """Whether that was within the scheduler or its policy: no device has to do with it."""
 
 
 class RankLoading(msgspec.Struct, tag="loading"):

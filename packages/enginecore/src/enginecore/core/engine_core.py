@@ -74,6 +74,8 @@ class EngineCore:
             )
         self.error: EngineDeadError | None = None
         """Why the engine has ended; None while it runs."""
+        self.failed_in_scheduling = False
+        """Whether that was an error of the scheduler or its policy."""
         self._in_flight = StepsInFlight(board)
         self._sampled: list[SampledTokens] = []
         """What was sampled since the last step was submitted, where the first stage does not know it."""
@@ -112,6 +114,7 @@ class EngineCore:
                 refusal = ContextLengthError(self.limits.max_model_len, str(error))
             self._refuse(handle, str(refusal))
         except Exception as error:  # a policy's, which ranks what is added
+            self.failed_in_scheduling = True
             self.fail(error)
         else:
             self._requests.add(handle, message)
@@ -171,7 +174,11 @@ class EngineCore:
         for _ in range(self._executor.depth - len(self._in_flight)):
             if lockstep is not None and not lockstep.may_start:
                 break
-            plan = self._alone.plan()
+            try:
+                plan = self._alone.plan()
+            except Exception:
+                self.failed_in_scheduling = True
+                raise
             if lockstep is not None:
                 step_input = self._lockstep_input(plan, lockstep)
             elif len(plan.rows):

@@ -235,7 +235,7 @@ def main() -> int:
         if not isinstance(error, EngineDeadError):
             logger.exception("the engine has ended")
             error = EngineDeadError(f"the engine has ended: {type(error).__name__}: {error}")
-        _report(status, Failed(str(error)))
+        _report(status, Failed(str(error), core.failed_in_scheduling))
         server.close()
         return 3
 

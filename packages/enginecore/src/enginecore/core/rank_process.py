@@ -37,6 +37,7 @@ class RankProcess:
         self.ready: Ready | None = None
         """Set once it has loaded the model."""
         self.failure: str | None = None
+        self.failed_in_scheduling = False
         """The reason that it gave for its end."""
         self.killed_for: str | None = None
         """Why `kill` was called."""
@@ -74,7 +75,7 @@ class RankProcess:
                 case Loading():
                     self.loading = message
                 case Failed():
-                    self.failure = message.message
+                    self.failure, self.failed_in_scheduling = message.message, message.in_scheduling
                 case Ready():
                     self.ready = message
                     self._workers = _descriptors(message.pids)

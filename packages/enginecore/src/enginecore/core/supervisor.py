@@ -54,6 +54,8 @@ class _Rank:
         """Of its first start: they hold for all that follow."""
         self.is_up = False
         self.early_deaths: deque[float] = deque()
+        self.failed_in_scheduling = False
+        """Whether its last death was an early one by an error of the scheduler or its policy."""
 
     def note_death(self, early: bool) -> int:
         """Return how many early deaths there have been of late, this one included."""
@@ -225,7 +227,11 @@ class RankSupervisor:
         progress = process.board.progress()
         reason = self._take_down(state, process)
         logger.error("rank %d has ended: %s", state.place.rank, reason)
-        early = state.note_death(progress.steps < _STEPS_THAT_PROVE_A_START and not progress.alone)
+        is_early = progress.steps < _STEPS_THAT_PROVE_A_START and not progress.alone
+        early = state.note_death(is_early)
+        # What the policy cannot order now it will hardly order after a restart: those who wait are told soon.
+        fails_again = state.failed_in_scheduling and process.failed_in_scheduling
+        state.failed_in_scheduling = is_early and process.failed_in_scheduling
         self._tell_down(state, reason, suspects, progress.alone)
         group = [state]
         if together:
@@ -242,6 +248,8 @@ class RankSupervisor:
             self._restart(group)
         elif state.limits is None or self._config.max_rank_restarts == 0:
             self._give_up(group, reason)
+        elif fails_again and is_early:
+            self._give_up(group, f"{reason} (and once before, as soon as it ran)")
         elif early > self._config.max_rank_restarts:
             self._give_up(group, f"{reason} (the last of {early} early ends in {_WINDOW / 60:g} minutes)")
         else:
