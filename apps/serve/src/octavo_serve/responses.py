@@ -49,7 +49,8 @@ class EventStream(Response):
         """Whether the status has been sent."""
         self._was_silent = True
         self._sending = asyncio.Lock()
-        self._is_sending = False
+        self._num_sending = 0
+        """Events and comments that are being sent, or wait for their turn."""
         self._writer: BodyWriter | None = None
         """Of the connection, where the server has one."""
         self._events = make_events(self)
@@ -58,7 +59,7 @@ class EventStream(Response):
     def is_open(self) -> bool:
         """Whether `write` can be called now: the stream has begun, and nothing waits to be sent."""
         writer = self._writer
-        return writer is not None and not self._is_sending and writer.is_open
+        return writer is not None and self._num_sending == 0 and writer.is_open
 
     def write(self, event: bytes) -> None:
         """Send an event at once, while `is_open`."""
@@ -91,13 +92,14 @@ class EventStream(Response):
 
     async def _send(self, send: Send, body: bytes) -> None:
         self._was_silent = False
+        # Before the lock: what waits for that must not be passed by what is written at once.
+        self._num_sending += 1
         async with self._sending:
-            self._is_sending = True
             if not self.started:
                 self.started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._is_sending = False
+        self._num_sending -= 1
 
 
 async def attended(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
