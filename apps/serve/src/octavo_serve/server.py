@@ -16,6 +16,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from enginecore.errors import RequestAbortedError
+from enginecore.garbage import freeze_start
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 from octavo_serve.limits import Limits
@@ -180,6 +181,7 @@ class _Life:
             return STOPPED
         if self._serving is None:
             self._accept()
+        freeze_start()
         self._report(HttpReady())
         logger.log(
             self._level,

@@ -28,6 +28,7 @@ from enginecore.core.settings import CoreSettings
 from enginecore.core.watchers import Watchers
 from enginecore.data_parallel.messages import RegisterRank
 from enginecore.errors import EngineDeadError, OctavoError
+from enginecore.garbage import freeze_start
 from enginecore.messages import (
     AbortRequests,
     AddRequest,
@@ -228,6 +229,7 @@ def main() -> int:
         _report(status, Failed(f"the engine could not start: {type(error).__name__}: {error}"))
         return 1
     _report(status, Ready(core.limits, core.local_pids))
+    freeze_start()
     server = CoreServer(core, socket, board, settings.place.rank, link)
     try:
         server.run()

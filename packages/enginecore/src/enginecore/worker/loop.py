@@ -19,6 +19,7 @@ from enginecore.executor.messages import (
     WorkerSettings,
     decode_step,
 )
+from enginecore.garbage import freeze_start
 from enginecore.messages import ExpertLoads
 from enginecore.model_files import locate
 from enginecore.plugins import import_all
@@ -81,6 +82,7 @@ def _percents(send: Send) -> Callable[[int, int], None]:
 
 
 def _run(worker: Worker, receive: Callable[[], bytes], link: WorkerEnd) -> None:
+    freeze_start()
     deliver = _delivery(worker, link)
     while True:
         try:
