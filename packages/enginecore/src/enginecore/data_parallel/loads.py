@@ -120,6 +120,8 @@ class LoadView:
 
     def choose(self, now: float, cached: NDArray[np.int64] | None = None) -> int | None:
         """Return the rank for a request, None if none is up; see `routing.choose`."""
+        if len(self.ranks) == 1:
+            return int(self.ranks[0]) if self._up[0] else None
         index = choose(self.loads(now), self._turn, cached)
         self._turn += 1
         return None if index is None else int(self.ranks[index])
