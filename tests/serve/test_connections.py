@@ -1,6 +1,7 @@
 """Ways to reach the server: HTTP/1.0, both families, Unix sockets, TLS."""
 
 import json
+import select
 import signal
 import socket
 import ssl
@@ -96,3 +97,45 @@ def test_tls_with_certificates_of_clients():
             httpx.get(f"{served.url}/health", verify=context)
         context.load_cert_chain(certificate, key)
         assert httpx.get(f"{served.url}/health", verify=context).status_code == 503
+
+
+def until_closed(served: Server, start: bytes, more: bytes, most: int) -> bytes:
+    """Send `start` and then `more` until the server closes the connection, at most `most` times."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        answer, sent = b"", 0
+        client.sendall(start)
+        try:
+            while sent < most and not select.select([client], [], [], 0)[0]:
+                client.sendall(more)
+                sent += 1
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # closed with something unread
+        assert sent < most, "the server took all of it"
+        return answer
+
+
+def test_a_head_that_does_not_end_is_not_kept():
+    """Nor are trailers; a body may be as long as it likes, and so may several heads together."""
+    with server() as served:
+        served.load()
+        served.tell("allow 100")
+        chunked = b"POST /v1/completions HTTP/1.1\r\nHost: s\r\nTransfer-Encoding: chunked\r\n"
+        chunked += b"Content-Type: application/json\r\n\r\n"
+        for start, more in (
+            (b"GET /health HTTP/1.1\r\nHost: s\r\nX-Long: ", b"a" * 4096),
+            (b"GET /health HTTP/1.1\r\nHost: s\r\n", b"X-Another: a\r\n" * 256),
+            (b"GET /", b"a" * 4096),
+            (chunked + b"0\r\nX-Long: ", b"a" * 4096),
+        ):
+            answer = until_closed(served, start, more, 4096)
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 431 "), answer[:100]
+        assert served.client.get("/health", headers={"x-long": "a" * 60_000}).status_code == 200
+        body = {"prompt": "hi", "user": "u" * 1_000_000}
+        assert served.client.post("/v1/completions", json=body).status_code == 200
+        head = b"GET /health HTTP/1.1\r\nHost: s\r\nX-Long: " + b"a" * 1000 + b"\r\n"
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall((head + b"\r\n") * 150 + head + b"Connection: close\r\n\r\n")
+            assert b"".join(iter(lambda: client.recv(65536), b"")).count(b"HTTP/1.1 200 OK") == 151

@@ -5,6 +5,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from octavo_serve.errors import ApiError
+
 BODY_WRITER = "octavo.body_writer"
 """Key of the connection's `BodyWriter` in the ASGI scope of a request."""
 
@@ -40,15 +42,56 @@ class BodyWriter:
         cycle.transport.write(part)
 
 
+_MOST_HEAD_BYTES = 64 << 10
+"""Of the request line and headers, or of trailers, while they are incomplete: the parser keeps them all."""
+
+_ERROR = ApiError(431, f"the request line and headers are larger than {_MOST_HEAD_BYTES} bytes").body()
+_HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_ERROR), _ERROR)
+)
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, without chunks for clients of HTTP/1.0, which know none (RFC 9112, section 6.1)."""
+    """uvicorn's, with bounded heads, and without chunks for clients of HTTP/1.0.
+
+    Those know none (RFC 9112, section 6.1).
+    """
+
+    _num_unfinished = 0
+    """Bytes that came since the parser last had a whole head or a part of a body."""
+
+    def data_received(self, data: bytes) -> None:
+        self._num_unfinished += len(data)
+        super().data_received(data)
+        if self._num_unfinished > _MOST_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        self._num_unfinished = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unfinished = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unfinished = 0
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
+        self._num_unfinished = 0
         super().on_headers_complete()
         if self.cycle is not None:
             self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # ty: ignore[invalid-typed-dict-key]
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.send = _until_close(self.cycle)  # ty: ignore[invalid-assignment]
+
+    def _refuse_head(self) -> None:
+        """Close the connection, with an answer where none is being made or sent."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_HEAD_TOO_LARGE)
+        self.transport.close()
 
 
 def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
