@@ -76,9 +76,19 @@ async def test_a_full_queue_is_a_429_for_streams_too(engine):
                 response = await client.post(path, json=body | {"stream": stream})
                 assert (response.status_code, response.headers["retry-after"]) == (429, "3")
                 assert response.json()["error"]["code"] == "queue_full"
+                assert "2 requests wait, and max_queue is 2" in response.json()["error"]["message"]
         engine.on_load(1, 2)
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         assert (await client.post("/v1/completions", json={"prompt": ["a", "b"]})).status_code == 429
+
+
+def test_who_waits_for_a_free_seat_is_not_said_to_be_in_the_queue():
+    """Requests that were submitted together all wait for their first step, though some have seats."""
+    limits = Limits(ServeConfig(max_queue=2), [])
+    limits.note_load(6, 6)
+    with pytest.raises(ApiError, match="2 requests wait, and max_queue is 2"):
+        limits.check_queue(1, 4, 0.0)
+    limits.check_queue(1, 5, 0.0)
 
 
 async def test_a_key_has_its_places_back_when_its_requests_end(engine):

@@ -59,10 +59,11 @@ class Limits:
         waiting, unfinished = self._counts[:, :_FIRST_KEY].sum(axis=0).tolist()
         free = max(0, seats - (unfinished - waiting))
         if waiting + new > self._max_queue + free:
+            queued = max(0, waiting - free)
             seconds = min(max(1, math.ceil(queue_seconds)), _LONGEST_WAIT)
             raise ApiError(
                 429,
-                f"the queue is full: {waiting} requests wait, and max_queue is {self._max_queue}",
+                f"the queue is full: {queued} requests wait, and max_queue is {self._max_queue}",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
