@@ -137,6 +137,14 @@ async def test_405_lists_every_method_of_the_path(engine, root_path):
                 assert response.headers["allow"] == ", ".join(sorted(known)), (method, path)
 
 
+async def test_the_root_path_itself_leads_to_the_page(engine):
+    app = create_app(cast(Any, engine), ServeConfig(root_path="/llm"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        response = await client.get("/llm?key=a")
+        assert (response.status_code, response.headers["location"]) == (307, "/llm/")
+        assert (await client.get("/llm/")).status_code == 200
+
+
 async def test_a_duplicate_key_is_no_fault_of_the_server(client):
     content = b'{"prompt": "hi", "max_tokens": 1, "max_tokens": 2}'
     response = await client.post("/v1/completions", content=content, headers=JSON)
