@@ -85,6 +85,13 @@ class ServeConfig:
             raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
         if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
             raise ConfigError(f"root_path must be like /llm, without a / at its end, got {self.root_path!r}")
+        if self.uds == "":
+            raise ConfigError("uds is empty: give a path, or leave the option out")
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
+                raise ConfigError(
+                    f"cors_origins must hold origins like https://example.com, or *, got {origin!r}"
+                )
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
         if self.otlp_traces_endpoint is not None:
