@@ -139,3 +139,28 @@ def test_a_head_that_does_not_end_is_not_kept():
         with socket.create_connection((host, int(port)), timeout=30) as client:
             client.sendall((head + b"\r\n") * 150 + head + b"Connection: close\r\n\r\n")
             assert b"".join(iter(lambda: client.recv(65536), b"")).count(b"HTTP/1.1 200 OK") == 151
+
+
+def test_a_websocket_does_not_break_into_an_answer():
+    """Two requests at once, of which the second is a handshake: the connection is closed."""
+    upgrade = b"GET /v1/stream HTTP/1.1\r\nHost: s\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    body = json.dumps({"prompt": "hi", "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    with server("--shutdown-timeout", "0") as served:
+        served.load()
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(head + body + upgrade)
+            assert b"".join(iter(lambda: client.recv(65536), b"")) == b""
+        served.wait_for("status=499")
+        served.tell("allow 100")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: s\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b'"}'):
+                answer += client.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            client.sendall(upgrade)
+            assert client.recv(65536).startswith(b"HTTP/1.1 101 ")

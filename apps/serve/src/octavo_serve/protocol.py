@@ -87,6 +87,13 @@ class HttpProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.send = _until_close(self.cycle)  # ty: ignore[invalid-assignment]
 
+    def handle_websocket_upgrade(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The handshake would stand in the middle of that answer, and nobody would see its client leave.
+            self.transport.close()
+        else:
+            super().handle_websocket_upgrade()
+
     def _refuse_head(self) -> None:
         """Close the connection, with an answer where none is being made or sent."""
         if self.cycle is None or self.cycle.response_complete:
