@@ -56,6 +56,17 @@ def test_http_1_0_gets_no_chunks():
             assert response.read().endswith(b"data: [DONE]\n\n")
 
 
+def test_head_is_get_without_the_body():
+    with server() as served:
+        served.load()
+        for path in ("/health", "/metrics", "/v1/models", "/"):
+            head, body = raw(served, f"HEAD {path} HTTP/1.0", {})
+            assert head.startswith(b"http/1.1 200"), head
+            assert body == b""
+        head, _ = raw(served, "HEAD /v1/completions HTTP/1.0", {})
+        assert head.startswith(b"http/1.1 405"), head
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_every_network_is_both_families():
     with server("--host", "::") as served:

@@ -113,7 +113,10 @@ async def test_methods_and_paths(client):
     assert error_of(response, 405)["message"] == "GET is not allowed on /v1/completions"
     assert (response.headers["allow"], response.json()["error"]["code"]) == ("POST", "method_not_supported")
     assert (await client.head("/v1/completions")).headers["allow"] == "POST"
-    assert (await client.delete("/v1/models/tiny")).headers["allow"] == "GET"
+    assert (await client.delete("/v1/models/tiny")).headers["allow"] == "GET, HEAD"
+    upgrade = await client.get("/v1/stream")
+    assert "is a WebSocket" in error_of(upgrade, 426)["message"]
+    assert upgrade.headers["upgrade"] == "websocket"
     assert (
         error_of(await client.post("/v1/nothing", json={}), 404)["message"] == "there is no route /v1/nothing"
     )
@@ -127,7 +130,7 @@ async def test_405_lists_every_method_of_the_path(engine, root_path):
     for route in app.routes:
         if isinstance(route, APIRoute):
             methods.setdefault(route.path, set()).update(route.methods)
-    assert methods["/v1/responses/{response_id}"] == {"GET", "DELETE"}
+    assert methods["/v1/responses/{response_id}"] == {"GET", "HEAD", "DELETE"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         for path, known in methods.items():
             concrete = path.replace("{response_id}", "resp-1").replace("{name:path}", "tiny")

@@ -104,10 +104,13 @@ def create_app(
     described = docs.Docs(routes, needs_key=bool(keys), root_path=options.root_path)
     routes += ("GET", docs.DOCUMENT, described.show_document), ("GET", docs.PAGE, described.show_page)
     for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        # Whoever only asks whether something is there sends HEAD; the HTTP server leaves the body out.
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
     if options.live_page:
         for path in page.PAGE_PATHS:
-            app.add_api_route(path, page.show_page)
+            app.add_api_route(path, page.show_page, methods=["GET", "HEAD"])
     app.add_api_websocket_route(stream.PATH, stream.serve)
+    app.add_api_route(stream.PATH, stream.require_upgrade, methods=["GET", "HEAD"])
     app.state.server = ServerState(engine, options, report, limits, stored, traces)
     return app

@@ -60,6 +60,12 @@ async def serve(socket: WebSocket) -> None:
         await session.end()
 
 
+async def require_upgrade() -> None:
+    """Tell a client that speaks plain HTTP what is here."""
+    message = f"{PATH} is a WebSocket: connect to it as one"
+    raise ApiError(426, message, code="upgrade_required", headers={"Upgrade": "websocket"})
+
+
 class _Frame(NamedTuple):
     """A client's frame."""
 
