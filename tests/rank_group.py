@@ -20,7 +20,7 @@ from enginecore.core.settings import CoreSettings
 from enginecore.data_parallel.coordinator_process import CoordinatorPorts, CoordinatorSettings
 from enginecore.data_parallel.link import ask_status
 from enginecore.data_parallel.messages import CoordinatorAddress, RankPlace, Status
-from enginecore.messages import AbortRequests, CoreMessage, Failed, Outputs, Ready
+from enginecore.messages import AbortRequests, CoreMessage, Failed, Loading, Outputs, Ready
 
 
 class _Process:
@@ -39,8 +39,12 @@ class _Process:
         self.process.stdin.flush()
 
     def ready(self) -> Any:
+        """Return the first report that is not of the progress before it."""
         assert self.process.stdout is not None
-        return self._report.decode(self.process.stdout.readline())
+        while True:
+            report = self._report.decode(self.process.stdout.readline())
+            if not isinstance(report, Loading):
+                return report
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -73,7 +77,7 @@ class RankGroup:
             Board.prepare(board, 4 * config.max_num_seqs)
             place = RankPlace(rank, rank, count, group=group)
             settings = CoreSettings(config, address, str(board), place, self.address)
-            self._cores.append(_Process("enginecore.core.process", settings, Ready | Failed))
+            self._cores.append(_Process("enginecore.core.process", settings, Loading | Ready | Failed))
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
             socket.setsockopt(zmq.IDENTITY, frontend_identity(0))
