@@ -86,7 +86,11 @@ class RankGroup:
 
     def ready(self) -> list[Ready | Failed]:
         """Wait until all ranks have loaded or refused."""
-        return [core.ready() for core in self._cores]
+        try:
+            return [core.ready() for core in self._cores]
+        except BaseException:
+            self.close()
+            raise
 
     def processes(self) -> list[psutil.Process]:
         """Return cores and workers."""
