@@ -1,4 +1,4 @@
-"""What is known of a request that generates, for its line in the log and its span."""
+"""Facts of a request that generates, for its line in the log and its span."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -34,7 +34,7 @@ class Engine(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What is counted of requests."""
+        """Counters and histograms of requests."""
         ...
 
     def add_request(

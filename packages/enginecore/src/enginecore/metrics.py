@@ -99,7 +99,7 @@ Metric = Counter | Gauge | Histogram
 
 
 class Ended(NamedTuple):
-    """What is counted of a request when it ends."""
+    """Counts and times of a request, taken when it ends."""
 
     prompt_tokens: int
     lengths: Sequence[int]

@@ -111,7 +111,7 @@ class ParallelEngine:
 
     @property
     def metrics(self) -> Metrics:
-        """What is counted of requests, of all ranks."""
+        """Counters and histograms of requests, of all ranks."""
         return self._engine.metrics
 
     def get_metrics(self) -> list[Metric]:

@@ -27,7 +27,7 @@ class RequiredCallsParser(JsonCallParser):
         self._show(self._read(len(self._unread)))
 
     def _cut(self) -> None:
-        """What may still have become a call is no content: the text was to be calls and nothing else."""
+        """Drop what may still have become a call: the text was to be calls and nothing else."""
         if self._in_call or self._name is not None or self._state == self._content:
             super()._cut()
 
