@@ -108,6 +108,10 @@ SPACED = '{\n  "a": "x",\r\n\t"c" : true }'
 def test_whitespace_is_json_s_unless_the_caller_says_otherwise(read):
     assert read(json=OPTIONAL).allows(SPACED)
     assert not read(json=OPTIONAL, disable_any_whitespace=True).allows(SPACED)
+    # Runs are bounded: a weak model would fill its answer with them.
+    for run, allowed in ((64, True), (65, False)):
+        for blank in " \n":
+            assert read(json=OPTIONAL).allows(f'{{{blank * run}"a":{blank * run}"x"}}') is allowed
     single = read(json=OPTIONAL, whitespace_pattern=" ?")
     assert single.allows('{"a": "x" , "c":true}')
     assert not single.allows('{"a":  "x"}')

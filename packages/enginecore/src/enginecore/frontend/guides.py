@@ -23,6 +23,8 @@ _LARK = ("grammar", "structural_tag")
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s"]+>)', re.DOTALL)
 """Strings, comments and regular expressions of Lark; the group is a token."""
 
+_WHITESPACE = r"[ \t\n\r]{1,64}"
+"""JSON's, which may stand anywhere, but not in runs with which a weak model would fill its answer."""
 _MOST_READ = 128
 """Grammars that are known to compile."""
 
@@ -133,9 +135,9 @@ def _of_schema(schema: dict[str, Any], wanted: StructuredOutputsParams) -> str:
 
 def _json_options(wanted: StructuredOutputsParams) -> dict[str, Any]:
     options: dict[str, Any] = {"coerce_one_of": False, "lenient": False}
-    if wanted.whitespace_pattern is None:
-        return options | {"whitespace_flexible": not wanted.disable_any_whitespace}
-    return options | {"whitespace_pattern": wanted.whitespace_pattern}
+    if wanted.disable_any_whitespace:
+        return options | {"whitespace_flexible": False}
+    return options | {"whitespace_pattern": wanted.whitespace_pattern or _WHITESPACE}
 
 
 def _regex(wanted: StructuredOutputsParams, _: Tokenizer) -> str:
