@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 from octavo_serve import responses
-from octavo_serve.protocol import BODY_WRITER, BodyWriter
+from octavo_serve.protocol import CYCLE
 from octavo_serve.responses import EventStream
 
 
@@ -72,7 +73,7 @@ def test_a_stream_is_closed_for_writing_while_an_event_waits_for_a_comment(monke
                 await more.get()
 
         stream = EventStream(events)
-        scope = {BODY_WRITER: BodyWriter(cast(Any, connection))}
+        scope = {CYCLE: ref(connection)}
         task = asyncio.create_task(stream(scope, cast(Any, never), cast(Any, connection.send)))
         while not task.done():
             connection.pause()

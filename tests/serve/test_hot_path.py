@@ -7,6 +7,7 @@ import sys
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 
@@ -18,7 +19,7 @@ from enginecore.frontend.text.tokenizer import Tokenizer
 from enginecore.sampling_params import RequestOutputKind
 from front_ends import front, step
 from octavo_serve.chunks import ChatChunks, CompletionChunks
-from octavo_serve.protocol import BODY_WRITER, BodyWriter
+from octavo_serve.protocol import CYCLE
 from octavo_serve.records import RequestRecord
 from octavo_serve.routes.generate import Job
 from octavo_serve.routes.requests import Client
@@ -119,7 +120,7 @@ class Streaming:
 
     async def run(self) -> int:
         """Give all tokens; return the Python calls between the first and the last."""
-        scope = {BODY_WRITER: BodyWriter(cast(Any, self.cycle))}
+        scope = {CYCLE: ref(self.cycle)}
         response = self._response.response()
         task = asyncio.create_task(response(scope, never, cast(Any, self.cycle.send)))
         await settle()

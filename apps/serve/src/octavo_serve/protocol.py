@@ -2,13 +2,15 @@
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import ref
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo_serve.errors import ApiError
 
-BODY_WRITER = "octavo.body_writer"
-"""Key of the connection's `BodyWriter` in the ASGI scope of a request."""
+CYCLE = "octavo.cycle"
+"""Key of a weak reference to the connection's request and answer in the ASGI scope, which they hold."""
 
 
 class BodyWriter:
@@ -22,6 +24,13 @@ class BodyWriter:
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+
+    @classmethod
+    def of(cls, scope: Scope) -> "BodyWriter | None":
+        """Return the writer of a request's answer; None where another server runs the application."""
+        reference = scope.get(CYCLE)
+        cycle = None if reference is None else reference()
+        return None if cycle is None else cls(cycle)
 
     @property
     def is_open(self) -> bool:
@@ -83,7 +92,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_unfinished = 0
         super().on_headers_complete()
         if self.cycle is not None:
-            self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # ty: ignore[invalid-typed-dict-key]
+            self.scope[CYCLE] = ref(self.cycle)  # ty: ignore[invalid-typed-dict-key]
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.send = _until_close(self.cycle)  # ty: ignore[invalid-assignment]
 

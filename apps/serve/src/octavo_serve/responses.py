@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo_serve.protocol import BODY_WRITER, BodyWriter
+from octavo_serve.protocol import BodyWriter
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ class EventStream(Response):
         self._writer.write(event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._writer = scope.get(BODY_WRITER)
+        self._writer = BodyWriter.of(scope)
         await attended(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:

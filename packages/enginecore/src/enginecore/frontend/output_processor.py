@@ -134,11 +134,16 @@ class OutputProcessor:
         state = self._requests.pop(request_id, None)
         if state is None:
             return []
-        numbers = [sample.message.number for sample in state.samples]
-        return [number for number in numbers if self._samples.pop(number, None) is not None]
+        samples = [self._samples.pop(sample.message.number, None) for sample in state.samples]
+        dropped = [sample for sample in samples if sample is not None]
+        for sample in dropped:
+            sample.leave_request()
+        return [sample.message.number for sample in dropped]
 
     def _finish(self, number: int) -> None:
-        state = self._samples.pop(number).request
+        sample = self._samples.pop(number)
+        state = sample.request
+        sample.leave_request()
         state.unfinished -= 1
         if state.finished:
             state.metrics.finished_time = self._clock()

@@ -88,6 +88,13 @@ class SampleState:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def leave_request(self) -> None:
+        """Let go of the request once the sample is of no step any more.
+
+        Each holds the other, and with them their prompt: they would wait for the garbage collector.
+        """
+        del self.request
+
     def append(self, token: int, code: int) -> None:
         """Take one sampled token with the finish code that the core gave it."""
         self.token_ids.append(token)

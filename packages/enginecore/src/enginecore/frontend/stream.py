@@ -118,6 +118,8 @@ class RequestStream:
 
     async def aclose(self) -> None:
         """Abort the requests that have not finished."""
+        # It holds what answers, which holds this stream: they would wait for the garbage collector.
+        self._sink = None
         if not self._closed:
             self._closed = True
             self._changed.clear()
