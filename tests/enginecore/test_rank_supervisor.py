@@ -140,17 +140,19 @@ def test_early_ends_are_borne_so_often_and_later_ones_always(start):
     assert events[-1] == RankOut(0, "early (the last of 3 early ends in 5 minutes)")
 
 
-def test_a_scheduling_policy_that_fails_twice_in_a_row_is_given_up(start):
-    policy = "ready(); steps(99); fail('policy', in_scheduling=True)"
-    _, event = start({"all": policy, "0-1": "ready(); die()"})
-    events = [event() for _ in range(9)]
-    assert [type(event) for event in events] == [RankUp, RankDown] * 4 + [RankOut]
-    assert events[-1] == RankOut(0, "policy (and once before, as soon as it ran)")
+FAILS = "ready(); steps(100); fail('policy', in_scheduling=True)"
 
 
-def test_a_scheduling_policy_that_fails_late_is_no_reason_to_give_up(start):
-    late = "ready(); steps(100); fail('policy', in_scheduling=True)"
-    _, event = start({"all": late, "0-9": UP})
+def test_a_scheduling_policy_that_soon_fails_again_is_given_up(start):
+    _, event = start({"all": FAILS, "0-1": "ready(); die()"})
+    events = [event() for _ in range(7)]
+    assert [type(event) for event in events] == [RankUp, RankDown] * 3 + [RankOut]
+    assert events[-1] == RankOut(0, "policy (the second time within 60 s)")
+
+
+def test_a_scheduling_policy_that_fails_now_and_then_is_borne(start, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SCHEDULING_WINDOW", 0.0)
+    _, event = start({"all": FAILS, "0-9": UP})
     assert [type(event()) for _ in range(19)] == [RankUp, RankDown] * 9 + [RankUp]
 
 

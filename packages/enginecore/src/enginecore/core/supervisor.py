@@ -4,6 +4,7 @@ It runs in a thread of the process that made it, and tells that of each rank's u
 """
 
 import logging
+import math
 import os
 import selectors
 import shutil
@@ -34,6 +35,8 @@ _STEPS_THAT_PROVE_A_START = 100
 """A rank that dies after so many did not die of its start."""
 _WINDOW = 300.0
 """Seconds in which `max_rank_restarts` early deaths are borne."""
+_SCHEDULING_WINDOW = 60.0
+"""Seconds in which the scheduler, or its policy, may fail once."""
 _LEAST_STEP_TIMEOUT, _FIRST_STEP_TIMEOUT = 60.0, 600.0
 _TIMES_AS_LONG = 10
 """As any step that was seen, for as many tokens, may a step take before its core counts as hung."""
@@ -54,8 +57,8 @@ class _Rank:
         """Of its first start: they hold for all that follow."""
         self.is_up = False
         self.early_deaths: deque[float] = deque()
-        self.failed_in_scheduling = False
-        """Whether its last death was an early one by an error of the scheduler or its policy."""
+        self.scheduling_failed = -math.inf
+        """When its last death was one by an error of the scheduler or its policy, on the monotonic clock."""
 
     def note_death(self, early: bool) -> int:
         """Return how many early deaths there have been of late, this one included."""
@@ -227,11 +230,13 @@ class RankSupervisor:
         progress = process.board.progress()
         reason = self._take_down(state, process)
         logger.error("rank %d has ended: %s", state.place.rank, reason)
-        is_early = progress.steps < _STEPS_THAT_PROVE_A_START and not progress.alone
-        early = state.note_death(is_early)
+        early = state.note_death(progress.steps < _STEPS_THAT_PROVE_A_START and not progress.alone)
         # What the policy cannot order now it will hardly order after a restart: those who wait are told soon.
-        fails_again = state.failed_in_scheduling and process.failed_in_scheduling
-        state.failed_in_scheduling = is_early and process.failed_in_scheduling
+        fails_again = False
+        if process.failed_in_scheduling:
+            now = time.monotonic()
+            fails_again = now - state.scheduling_failed < _SCHEDULING_WINDOW
+            state.scheduling_failed = now
         self._tell_down(state, reason, suspects, progress.alone)
         group = [state]
         if together:
@@ -248,8 +253,8 @@ class RankSupervisor:
             self._restart(group)
         elif state.limits is None or self._config.max_rank_restarts == 0:
             self._give_up(group, reason)
-        elif fails_again and is_early:
-            self._give_up(group, f"{reason} (and once before, as soon as it ran)")
+        elif fails_again:
+            self._give_up(group, f"{reason} (the second time within {_SCHEDULING_WINDOW:g} s)")
         elif early > self._config.max_rank_restarts:
             self._give_up(group, f"{reason} (the last of {early} early ends in {_WINDOW / 60:g} minutes)")
         else:
