@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
@@ -88,15 +89,12 @@ class Streaming:
         if kind == "chat":
             chat = openai.read_chat({**fields, "messages": [{"role": "user", "content": "a"}]}, 20)
             body: openai.Body = chat
-            events: Any = lambda framing: ChatChunks(  # noqa: E731 - as Job has it
-                head, chat, prompt, vocabulary, openai.parsers_of(chat, Parsers()), framing
-            )
+            parsers = openai.parsers_of(chat, Parsers())
+            events: Any = partial(ChatChunks, head, chat, prompt, vocabulary, parsers)
         else:
             completion = openai.read_completion({**fields, "prompt": "a"}, 20)
             body = completion
-            events = lambda framing: CompletionChunks(  # noqa: E731 - as Job has it
-                head, completion, [prompt], vocabulary, framing
-            )
+            events = partial(CompletionChunks, head, completion, [prompt], vocabulary)
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         server = SimpleNamespace(
             frontend=self.frontend,
