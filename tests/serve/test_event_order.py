@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
 
-from octavo_serve import responses
+from octavo_serve import answers
+from octavo_serve.answers import EventStream
 from octavo_serve.protocol import CYCLE
-from octavo_serve.responses import EventStream
 
 
 class Connection:
@@ -52,7 +52,7 @@ async def turns(number: int) -> None:
 
 def test_a_stream_is_closed_for_writing_while_an_event_waits_for_a_comment(monkeypatch):
     """A slow reader's comment waits behind an event, and the next event behind the comment."""
-    monkeypatch.setattr(responses, "_SECONDS_OF_SILENCE", 0)
+    monkeypatch.setattr(answers, "_SECONDS_OF_SILENCE", 0)
     numbers = iter(range(1, 1000))
     written: list[int] = []
     at_once: list[int] = []

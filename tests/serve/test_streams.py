@@ -11,7 +11,7 @@ from caller import Caller
 from scripted_engine import Step, say
 
 from enginecore.errors import RequestAbortedError
-from octavo_serve import responses
+from octavo_serve import answers
 from octavo_serve.app import create_app
 from octavo_serve.config import ServeConfig
 
@@ -181,7 +181,7 @@ async def test_an_error_after_the_first_token_ends_the_stream(client, engine):
 
 
 async def test_a_queued_stream_is_kept_open_by_comments(engine, monkeypatch):
-    monkeypatch.setattr(responses, "_SECONDS_OF_SILENCE", 0.01)
+    monkeypatch.setattr(answers, "_SECONDS_OF_SILENCE", 0.01)
     engine.allowed = 0
     caller = Caller(create_app(cast(Any, engine), ServeConfig()), TEXT)
     await caller.received(3)
@@ -195,7 +195,7 @@ async def test_a_queued_stream_is_kept_open_by_comments(engine, monkeypatch):
 
 @pytest.mark.parametrize("dies", [False, True])
 async def test_an_error_after_comments_is_an_event(engine, monkeypatch, dies):
-    monkeypatch.setattr(responses, "_SECONDS_OF_SILENCE", 0.01)
+    monkeypatch.setattr(answers, "_SECONDS_OF_SILENCE", 0.01)
     engine.allowed = 0
     caller = Caller(create_app(cast(Any, engine), ServeConfig()), TEXT)
     await caller.received(2)

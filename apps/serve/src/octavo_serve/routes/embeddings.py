@@ -12,9 +12,9 @@ from starlette.responses import Response
 from enginecore import Prompt, Request, RequestOutput
 from enginecore.frontend import openai
 from octavo_serve.access import record_of
+from octavo_serve.answers import JsonAnswer
 from octavo_serve.auth import key_name
 from octavo_serve.records import RequestRecord
-from octavo_serve.responses import JsonAnswer
 from octavo_serve.routes.requests import answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState
 

@@ -15,10 +15,10 @@ from enginecore import Prompt, Request, RequestOutput, RequestStream, SamplingPa
 from enginecore.errors import RequestAbortedError, RequestError
 from enginecore.frontend import openai
 from octavo_serve.access import record_of
+from octavo_serve.answers import EventStream, JsonAnswer
 from octavo_serve.auth import key_name
 from octavo_serve.chunks import EVENT, ChatChunks, CompletionChunks, Framing, line_safe
 from octavo_serve.errors import ApiError, as_api_error
-from octavo_serve.responses import EventStream, JsonAnswer
 from octavo_serve.routes.beams import search_beams
 from octavo_serve.routes.requests import Client, answer_id, off_loop, raise_failure, read_body, server_of
 from octavo_serve.state import ServerState

@@ -1,4 +1,4 @@
-"""Responses that stop their work when the client goes away."""
+"""HTTP answers, whole or streamed, that stop their work when the client goes away."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
